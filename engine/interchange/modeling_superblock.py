@@ -24,8 +24,11 @@ class SuperblockConfig(PretrainedConfig):
     def __init__(self, flags: dict | None = None, **kwargs):
         self.flags = flags or {}
         cfg = ModelConfig(**self.flags)
-        self.vocab_size, self.hidden_size, self.max_position_embeddings = cfg.vocab_size, cfg.n_embd, cfg.block_size
-        self.num_hidden_layers, self.num_attention_heads = cfg.n_layer, cfg.n_head
+        self.vocab_size = cfg.vocab_size
+        self.hidden_size = cfg.n_embd
+        self.max_position_embeddings = cfg.block_size
+        self.num_hidden_layers = cfg.n_layer
+        self.num_attention_heads = cfg.n_head
         kwargs["tie_word_embeddings"] = cfg.tie_weights
         super().__init__(**kwargs)
 
@@ -68,7 +71,27 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
     def count_from_text(self, pos, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Gives the embedding of positions the positions (B, T) within the texts."""
         x, t = inputs
-        return x, t if self.padding is None else (t - self.padding).clamp(min=0)
+        if self.padding is not None:
+            t = (t - self.padding).clamp(min=0)
+        return x, t
+
+    def texts_of(self, attention_mask: Tensor | None) -> Tensor | None:
+        """attention_mask (B, S) -> the documents (B, S) of each row, padding and the text, or None if no padding comes
+        before a text. ValueError for zeros inside of a text."""
+        self.padding = None
+        if attention_mask is None or attention_mask.all():
+            return None
+        text = attention_mask.cumsum(dim=1) > 0
+        ahead = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0
+        if (text & ahead & (attention_mask == 0)).any():
+            raise ValueError("attention_mask has zeros inside of a text; pad before the texts, or leave tokens out")
+        if text[:, 0].all():
+            return None
+        if self.model.cfg.placed_slots:
+            where = "away from the slots of pos=rope with joint_slots"
+            raise ValueError(f"padding before a text moves it, {where}; pad after it, or give texts one by one")
+        self.padding = (~text).sum(dim=1, keepdim=True)
+        return text.long()
 
     def forward(
         self,
@@ -83,7 +106,10 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids (B, T) -> logits (B, T, V). attention_mask (B, past + T) is 0 where there is padding. The cache is
         called past_key_values before transformers 5.24."""
         model, T = self.model, input_ids.size(1)
-        cache = past_key_values if cache is None else cache
+        if cache is None:
+            cache = past_key_values
+        if kwargs.get("position_ids") is not None:
+            raise ValueError("position_ids are not read; leave them out, and give attention_mask for padding")
         start = 0
         if cache is not None:
             if getattr(cache, "is_compileable", False):
@@ -91,23 +117,20 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
             start = cache.get_seq_length()
         if start + T > model.cfg.block_size and isinstance(model.pos, LearnedEmbedding):
             raise ValueError(f"a text of {start + T} tokens does not fit in block_size={model.cfg.block_size}; crop it")
-        docs, self.padding = None, None
-        if attention_mask is not None and not attention_mask.all():
-            text = attention_mask.cumsum(dim=1) > 0  # padding before it is a document of its own
-            ahead = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0
-            if (text & ahead & (attention_mask == 0)).any():
-                raise ValueError("attention_mask has zeros inside of a text; pad before the texts, or leave tokens out")
-            if not text[:, 0].all():
-                if model.cfg.placed_slots:
-                    where = "away from the slots of pos=rope with joint_slots"
-                    raise ValueError(f"padding before a text moves it, {where}; pad after it, or give texts one by one")
-                docs = text[:, start:].long().contiguous(), text.long()
-                self.padding = (~text).sum(dim=1, keepdim=True)
+        docs = texts = self.texts_of(attention_mask)
+        if texts is not None:
+            docs = texts[:, start:].contiguous(), texts
         for layer, heads in enumerate(self.heads):
-            heads.cache = None if cache is None else SimpleNamespace(extend=partial(cache.update, layer_idx=layer))
+            heads.cache = None
+            if cache is not None:
+                heads.cache = SimpleNamespace(extend=partial(cache.update, layer_idx=layer))
         x, t = model.embed(input_ids, start)
         x = model.through_blocks(x, Inputs(model.table(t, x), docs))
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keep = logits_to_keep
+        if isinstance(keep, int):
+            keep = slice(-keep, None)
         logits = model.logits(x[:, keep])
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=model.cfg.vocab_size, **kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=model.cfg.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, cache)

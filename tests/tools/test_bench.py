@@ -201,22 +201,6 @@ def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):
     assert speed.ms_per_step(speed.flags("small", "float32")) == 2000 and next(calls, None) is None
 
 
-def test_speed_of_decoding_by_hand(tiny, monkeypatch):
-    """By a clock that shows 0, 1, 4, 9, ...: the tokens that count take the time from 4 to 9."""
-    times = (n * n for n in range(4))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(times)))
-    name, dtype, tokens_per_s, samples = speed.decoding_row("small", 3000).split()
-    assert (tokens_per_s, samples) == (f"{3000 * 16 / 5:,.0f}", "3000")
-
-
-def test_the_speed_of_the_loader_by_hand(clock, monkeypatch):
-    """A batch takes 2 s; the first one, which warms up, 1000 s."""
-    batches = after(clock, [1000, *[2] * 10], range(11))
-    monkeypatch.setattr(speed, "Loader", lambda *_, **__: SimpleNamespace(__next__=batches.__next__, close=lambda: 0))
-    monkeypatch.setattr(speed, "next", lambda loader: loader.__next__(), raising=False)
-    assert speed.loader_speed(tokens=2**17, batches=10) == 64 * 1024 / 2
-
-
 def test_the_peak_is_the_best_product(clock, monkeypatch):
     """Rates of 1, 4 and 2 GFLOP/s. After a product of 30 ms no larger one is made."""
     rates, sizes = {128: 1e9, 256: 4e9, 512: 2e9}, []
