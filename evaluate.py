@@ -49,7 +49,8 @@ from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.device import resolve_device, resolve_dtype
 from engine.evaluation import byte_lengths, mean_loss
-from engine.parallel.ranks import Ranks, check_flags, environment, join, leave
+from engine.parallel.connection import environment
+from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.plan import memory
 from engine.text import read_text, text_batches, token_ids
 from flags import Flags

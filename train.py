@@ -45,7 +45,8 @@ from engine.checkpoint.saver import Checkpoints
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
 from engine.evaluation import Evaluation
 from engine.metrics import Metrics, Silent, evaluation_text
-from engine.parallel.ranks import Ranks, check_flags, environment, join, leave, lost_ranks_end_the_run
+from engine.parallel.connection import environment, lost_ranks_end_the_run
+from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
 from engine.step import Profile, Step, Watch, collect_garbage

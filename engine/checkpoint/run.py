@@ -24,7 +24,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
 from engine.checkpoint.weights import Weights
-from engine.parallel import ranks as parallel
+from engine.parallel.connection import may_restart
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
 from model import Model, ModelConfig
@@ -43,7 +43,7 @@ def locked(out_dir: str) -> AbstractContextManager:
     be the worker that this process replaces, so it has ten seconds to end."""
     if os.environ.get("RANK", "0") != "0":
         return nullcontext()
-    return lock.locked(out_dir, "out_dir", seconds=10 if parallel.may_restart() else 0.2)
+    return lock.locked(out_dir, "out_dir", seconds=10 if may_restart() else 0.2)
 
 
 def check_out_dir(cfg):
@@ -58,7 +58,7 @@ def check_out_dir(cfg):
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
     if cfg.init_from == "resume" or not (folder / "latest").exists():
         return
-    if parallel.may_restart():
+    if may_restart():
         stored = checkpoint.read(folder, lambda _, state: state["flags"])
         auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
         settled_later = auto | {"init_from", "vocab_size"}

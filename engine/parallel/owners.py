@@ -7,7 +7,7 @@ owners.on_full({p: update, ...}, change)    # change(full updates of the matrice
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from itertools import product
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -138,38 +138,28 @@ class Owners:
         """Replace this rank's parts of the updates by those of the full updates, after `change` has changed each in
         place on its owner."""
         me = dist.get_rank(self.group)
-        keys = sorted(updates, key=self.owner.get)
-        like = updates[keys[0]]
+        like = next(iter(updates.values()))
         full = {}
-        for key in keys:
+        for key in updates:
             if self.owner[key] == me:
                 full[key] = like.new_empty(self.matrices[key].shape, dtype=self.dtype)
-        mine = [(self.owner[key], updates[key]) for key in keys]
-        sent = [(self.owner[key], updates[key]) for key in keys if self.sends(key, me)]
-        self.exchange(like, sent, self.parts(full, self.sends))
+        mine = [[key for key in updates if self.owner[key] == rank] for rank in self.ranks]
+        sent = [[updates[key] for key in keys if self.sends(key, me)] for keys in mine]
+        room = [[self.part(full, key, rank) for key in full if self.sends(key, rank)] for rank in self.ranks]
+        self.exchange(like, sent, room)
         change(full)
-        self.exchange(like, self.parts(full), mine)
+        parts = [[self.part(full, key, rank) for key in full] for rank in self.ranks]
+        self.exchange(like, parts, [[updates[key] for key in keys] for keys in mine])
 
-    def parts(self, full: dict, wanted: Callable[[Hashable, int], bool] = lambda *_: True) -> list[tuple[int, Tensor]]:
-        """(rank, the part of a full update that it holds), for the ranks and updates that are wanted."""
-        found = []
-        for rank, key in product(self.ranks, full):
-            if wanted(key, rank):
-                found.append((rank, full[key][place(self.matrices[key], rank)[0]]))
-        return found
+    def part(self, full: dict, key: Hashable, rank: int) -> Tensor:
+        """The part of a full update that a rank holds."""
+        return full[key][place(self.matrices[key], rank)[0]]
 
-    def exchange(self, like: Tensor, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]):
-        """Send tensors to ranks, and receive others from ranks. Each list is ordered by rank."""
-        sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for _, x in out)])
-        sizes = [x.numel() for _, x in into]
-        received = sent.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, self.numbers(into), self.numbers(out), group=self.group)
-        for (_, x), flat in zip(into, received.split(sizes), strict=True):
+    def exchange(self, like: Tensor, out: list[list[Tensor]], into: list[list[Tensor]]):
+        """Send tensors to each rank, and receive others from each rank."""
+        sizes = [[sum(x.numel() for x in tensors) for tensors in each] for each in (into, out)]
+        sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for x in chain(*out))])
+        received = sent.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, sent, *sizes, group=self.group)
+        for x, flat in zip(chain(*into), received.split([x.numel() for x in chain(*into)]), strict=True):
             x.copy_(flat.view(x.shape))
-
-    def numbers(self, tensors: list[tuple[int, Tensor]]) -> list[int]:
-        """How many numbers each rank has in the tensors."""
-        numbers = [0] * len(self.ranks)
-        for rank, x in tensors:
-            numbers[rank] += x.numel()
-        return numbers

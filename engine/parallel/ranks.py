@@ -11,37 +11,21 @@ differ in copy or shard are data-parallel: they read different samples. All othe
 adjacent shards divide the experts.
 """
 
-import hashlib
-import os
-import re
-import socket
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
-from data.errors import say
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, tensor
-
-
-class Environment(NamedTuple):
-    """The numbers that torchrun sets in the environment."""
-
-    rank: int
-    local_rank: int  # among the ranks on this machine
-    size: int  # number of ranks
-    local_size: int  # number of ranks on this machine
+from engine.parallel.connection import connect, environment
 
 
 @dataclass(frozen=True)
@@ -79,25 +63,6 @@ class Ranks:
     def same(self, value: str) -> bool:
         """Whether all ranks call this function with the same value."""
         return len(set(of_all_ranks(value))) == 1
-
-
-def environment() -> Environment:
-    """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
-
-    ValueError if these variables are no place of a rank.
-    """
-    size = os.environ.get("WORLD_SIZE", "1")
-    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    found |= {name: os.environ[name] for name in found if name in os.environ}
-    if all(re.fullmatch("[0-9]{1,9}", text) for text in found.values()):
-        place = Environment(*map(int, found.values()))
-        if place.rank < place.size and place.local_rank < place.local_size:
-            return place
-    said = ", ".join(f"{name}={text}" for name, text in found.items())
-    raise ValueError(
-        f"{said:.200} in the environment is not the place of a rank, which counts from 0; unset these variables, or "
-        "start with torchrun, which sets them"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,47 +175,6 @@ def join(cfg) -> Ranks:
     return replace(ranks, data_rank=data_rank, data_size=data, **found)
 
 
-def connect(cfg, place: Environment, device: torch.device):
-    """Join the group of all ranks. ValueError if there is no address, or no rank answers there."""
-    backend = "gloo"
-    if device.type == "cuda":
-        backend = f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
-    timeout = timedelta(seconds=cfg.collective_timeout)
-    store = None
-    try:
-        find_address(place, cfg.collective_timeout)
-        if may_restart():
-            store = fresh_store(place.rank, place.size, timeout)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
-    except (OSError, ValueError, RuntimeError) as error:
-        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = str(error).strip().partition("\n")[0][:200]
-        where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
-        raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
-
-
-def find_address(place: Environment, seconds: int):
-    """Wait until the address of the ranks' store can be resolved, and until it answers if another process has it.
-    OSError after so many seconds. PyTorch's own attempts print dozens of lines."""
-    host = os.environ.get("MASTER_ADDR", "")
-    port = os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():  # which PyTorch refuses in a line
-        return
-    own = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            if own:
-                socket.getaddrinfo(host, port)
-            else:
-                socket.create_connection((host, int(port)), timeout=seconds).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.2)
-
-
 def check_same_flags(cfg):
     """ValueError on every rank if ranks have different flags, of which init_from may come from the files that they see.
     They may name different GPUs."""
@@ -271,31 +195,6 @@ def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh
         if dist.get_backend(group) != "fake":  # the pretended ranks of a plan
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=cfg.collective_timeout), group)
     return mesh
-
-
-def may_restart() -> bool:
-    """Whether torchrun starts its workers again when one of them is lost (its flag --max-restarts)."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-
-
-def fresh_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The key-value store that all ranks share, without the keys of earlier starts. RuntimeError if they are not all
-    there in time.
-
-    torchrun --max-restarts uses the same store for all starts, and each node counts its own restarts, so a rank could
-    wait for ever for a process that has died. So each rank chooses a random name, and the hash of all names is the
-    prefix of this start's keys. If all ranks have read the same list, it has only new names, as each reads its own.
-    """
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-    store.set(f"name_{rank}", uuid.uuid4().hex)
-    end = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < end:
-        names = hashlib.sha256(b" ".join(store.multi_get([f"name_{r}" for r in range(size)]))).hexdigest()
-        store.set(f"read_{rank}", names)
-        if all(read == names.encode() for read in store.multi_get([f"read_{r}" for r in range(size)])):
-            return dist.PrefixStore(names, store)
-        time.sleep(0.05)
-    raise RuntimeError(f"a rank did not start within {timeout.total_seconds():.0f} seconds")
 
 
 def is_first_rank() -> bool:
@@ -337,28 +236,6 @@ def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     if flag == "auto" and device.type == "cpu" and of_first_rank(fast_bfloat16):
         return torch.bfloat16
     return resolve_dtype(flag, device)
-
-
-LOST = "(?i)connection (reset|closed|refused)|timed ?out|timeout|remote process|broken pipe"  # in a collective's error
-
-
-@contextmanager
-def lost_ranks_end_the_run(out_dir: str) -> Iterator[None]:
-    """Turn the error of a collective in which another rank is missing into a line that says how to go on, and exit
-    code 1. On a machine with many ranks, one or two of them say it."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = re.search(LOST, str(error))
-        if not dist.is_initialized() or not reason:
-            raise
-        place = environment()
-        if place.local_rank == 0 or place.rank == 1:
-            say(
-                f"error: rank {place.rank} has lost another rank, which has ended or hangs ({reason[0]}); unless "
-                f"torchrun starts all again, go on with the same command, --out_dir={out_dir} and --init_from=resume"
-            )
-        raise SystemExit(1) from None
 
 
 def leave():

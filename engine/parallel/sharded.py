@@ -156,9 +156,7 @@ class ShardedModel:
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
         self.tp_replicated = []
         for name, p in named.items():
-            tp_dim = None
-            if cfg.tp > 1:
-                tp_dim = sharded_dim(self.model, name)
+            tp_dim = sharded_dim(self.model, name) if cfg.tp > 1 else None
             if tp_dim is None:
                 self.tp_replicated.append(p)
             ep = cfg.ep if name in self.cut_by_ep else 1

@@ -7,7 +7,7 @@ So a run that could fit is never refused; --plan=True prints the whole estimate.
 import torch
 
 from engine.device import process_memory, resolve_dtype
-from engine.parallel.ranks import environment
+from engine.parallel.connection import environment
 from engine.plan.estimate import STATES, Rank, compiled
 from model import Model, heads_of
 from ops import rows_at_once

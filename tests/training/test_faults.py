@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import IN_FLOAT64, ROOT, TINY, distance, losses
 from ranks import launch, torchrun, train_main
 
-from engine.parallel import ranks as parallel
+from engine.parallel import connection
 from engine.parallel.sharded import ShardedModel
 
 
@@ -70,7 +70,7 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
 
     def join(rank, late):
         time.sleep(0.5 * (rank == late))
-        return parallel.fresh_store(rank, 3, timedelta(seconds=60))
+        return connection.fresh_store(rank, 3, timedelta(seconds=60))
 
     for late in (0, 1, 2, 1):  # four starts
         with ThreadPoolExecutor(3) as threads:
@@ -80,7 +80,7 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
         assert all(store.check(["address"]) for store in stores)  # get would wait
         assert [store.get("address") for store in stores] == [f"{late}".encode()] * 3
     with pytest.raises(RuntimeError, match="a rank did not start within 1 seconds"):  # only its old keys are there
-        parallel.fresh_store(0, 3, timedelta(seconds=1))
+        connection.fresh_store(0, 3, timedelta(seconds=1))
 
 
 FAILING = """
