@@ -431,4 +431,47 @@ FAULTS = [
         "What __init__ writes into a layer of ours, such as nn.init.zeros_, is replaced without a word.",
         "tests/model/test_initial.py::test_other_values_are_refused_by_name",
     ),
+    (
+        "ops.py",
+        "wide = wide + torch.where(attn_mask, 0.0, unseen)",
+        "wide = wide + ~attn_mask * unseen",
+        "Masks are 0 * -inf, which is NaN.",
+        "tests/model/test_mistakes.py::test_padding_makes_no_nan",
+    ),
+    (
+        "model.py",
+        "return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v",
+        "return ops.rotate(q, cos, sin), k, v",
+        "RoPE is applied to the queries alone.",
+        "tests/model/test_references.py::test_model_equals_hugging_face[llama]",
+    ),
+    (
+        "model.py",
+        "slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]",
+        "slope = 0 * alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]",
+        "ALiBi is listed, but nothing is added to the scores.",
+        "tests/model/test_model.py::test_attention_equals_naive_attention",
+    ),
+    (
+        "ops.py",
+        "    lo, hi = mask.reach(T, S, v.device)\n    if mask.docs is None and not mask.window and mask.causal:",
+        "    lo, hi = mask._replace(causal=False).reach(T, S, v.device)\n    if False:",
+        "The centring matrix of shaped attention is not masked causally, so the future leaks.",
+        "tests/model/test_mistakes.py::test_the_centring_matrix_is_masked",
+    ),
+    (
+        "model.py",
+        '"post": {"total"},',
+        '"post": {"before", "last"},',
+        "The post-norm is a pre-norm.",
+        "tests/model/test_references.py::test_block_equals_torch "
+        "tests/model/test_blocks.py::test_norms_around_branches_and_gains",
+    ),
+    (
+        "model.py",
+        "drawn[row < value.zero] = 0",
+        "drawn[row < 0] = 0",
+        "The queries of shaped attention, which begin at zero, are drawn like all other weights.",
+        "tests/model/test_blocks.py::test_shaped_attention_starts_as_the_identity",
+    ),
 ]
