@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import hashlib
 import itertools
 import math
 import random
@@ -10,15 +9,13 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from families import LAYERS
-from helpers import ROOT, assert_rounds_alike
+from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -228,7 +225,7 @@ def check_documents_alone(model, idx, docs, source=None, source_docs=None):
 def check_causal(model, idx, docs=None):
     check_reach(lambda x: model(x, docs=docs), idx, between(6, 6 + reach(model)) & within(docs, docs, 6))
     if docs is None:
-        check_decoding(model, idx)
+        check_decoding(model, idx[:, :4])
 
 
 def check_masked(model, idx, docs=None):
@@ -242,7 +239,7 @@ def check_seq2seq(model, idx, source, docs=None, source_docs=None):
     of_source = within(docs, source_docs, 6)
     check_reach(lambda x: model(idx, docs=docs, source=x, source_docs=source_docs), source, of_source)
     if docs is None:
-        check_decoding(model, idx, source=source)
+        check_decoding(model, idx[:, :4], source=source)
 
 
 CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2seq}
@@ -275,33 +272,37 @@ def check_reach(f, ids, seen):
     assert (moved[seen] > 1e-12).all(), f"does not see what it should: {moved}"
 
 
-def check_decoding(model, idx, **source):
-    """Cached decoding gives what the uncached gives, beyond block_size as well. Up to there, one forward has the logits
-    of every length."""
-    cached, text = [], idx[:, :4]
-    for _ in generate(model, text, T, lambda logits: cached.append(logits) or logits.argmax(-1), **source):
-        pass
-    assert len(cached) == T
-    text = torch.cat((text, *(step.argmax(-1, keepdim=True) for step in cached)), dim=1)
-    whole = model(text[:, :T], **source)
-    for length, step in enumerate(cached, 4):
-        expected = whole[:, length - 1] if length <= T else model(text[:, length - T : length], **source)[:, -1]
+def check_decoding(model, prompt, n=T, **source):
+    """Cached decoding of n tokens gives what the uncached gives, beyond block_size as well. Up to there, one forward
+    has the logits of every length."""
+    text, steps = decoded(model, prompt, n, **source)
+    limit = model.cfg.block_size
+    whole = model(text[:, :limit], **source)
+    for length, step in enumerate(steps.unbind(1), prompt.size(1)):
+        if length <= limit:
+            expected = whole[:, length - 1]
+        else:
+            expected = model(text[:, length - limit : length], **source)[:, -1]
         assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {length}"
+
+
+def decoded(model, prompt, n, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The text (B, T + n), and the logits (B, n, V) from which its last n tokens were chosen."""
+    steps = []
+    for _ in generate(model, prompt, n, lambda logits: steps.append(logits) or logits.argmax(-1), **options):
+        pass
+    steps = torch.stack(steps, dim=1)
+    assert steps.size(1) == n
+    return torch.cat((prompt, steps.argmax(-1)), dim=1), steps
 
 
 @pytest.mark.parametrize("pos", M.POSITION)
 @pytest.mark.parametrize("length", [T, T + 1, 3 * T])
 def test_the_context_of_a_long_prompt_is_its_end(pos, length):
-    """A prompt that fills block_size, or is longer: each token is drawn from the uncached forward of the last ones."""
-    model, text, steps = build(pos=pos), tokens(2, length), []
+    """A prompt that fills block_size, or is longer."""
+    model = build(pos=pos)
     jitter(model)
-    for _ in generate(model, text, 4, lambda logits: steps.append(logits) or logits.argmin(-1)):
-        pass
-    for step in steps:
-        expected = model(text[:, -T:])[:, -1]
-        assert torch.allclose(step, expected, atol=1e-9), text.size(1)
-        text = torch.cat((text, expected.argmin(-1, keepdim=True)), dim=1)
-    assert text.size(1) == length + 4
+    check_decoding(model, tokens(2, length), 4)
 
 
 SLOTS = {"block": "superblock", "layer": "c.own_slots", "n_slot": 5}
@@ -317,7 +318,6 @@ JOINT = SLOTS | {"layer": "c.joint_slots"}
         {"pos": "rope", **SLOTS},
         {"pos": "rope", **JOINT},
         {"pos": "rope", "block": "simplified"},
-        {"pos": "alibi", "window": 3},
         {"pos": "alibi", "window": 3, "window_pattern": "SL", **JOINT},
         {"pos": "alibi", "block": "simplified", "attention": "mqa"},
         {"pos": "alibi", "attn_softcap": 2.0},
@@ -337,17 +337,12 @@ def test_a_rolling_cache_is_a_window(flags, prompt, size):
     for m in whole.modules():
         if isinstance(m, M.Heads) and m.causal:
             m.window = min(m.window or size, size)
-    text, steps = tokens(2, prompt), []
     source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
-    for _ in generate(
-        model, text, min(3 * size, 150) + 2, lambda z: steps.append(z) or z.argmin(-1), **source, roll=True
-    ):
-        pass
+    text, steps = decoded(model, tokens(2, prompt), min(3 * size, 150) + 2, **source, roll=True)
     assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Heads))  # as before
-    text = torch.cat((text, *(step.argmin(-1, keepdim=True) for step in steps)), dim=1)
     with torch.no_grad():
         expected = whole(text[:, :-1], **source)[:, prompt - 1 :]
-    assert torch.allclose(torch.stack(steps, dim=1), expected, atol=1e-9)
+    assert torch.allclose(steps, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("pos", ["rope", "alibi", "none"])
@@ -390,16 +385,8 @@ def test_texts_of_several_strips(flags):
     model = build(block_size=T, **flags)
     jitter(model)
     source = {"source": tokens(2, 270)} if model.encoder else {}
-    steps = []
     with torch.no_grad():
-        for _ in generate(model, idx, 12, lambda logits: steps.append(logits) or logits.argmax(-1), **source):
-            pass
-        text = idx
-        for step in steps:
-            expected = model(text[:, -T:], **source)[:, -1]
-            assert torch.allclose(step, expected, atol=1e-9), text.size(1)
-            text = torch.cat((text, expected.argmax(-1, keepdim=True)), dim=1)
-        assert text.size(1) == T + 4
+        check_decoding(model, idx, 12, **source)
         memory = model.encode(source.get("source"))
         set_caches(model, T)
         pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
@@ -433,18 +420,13 @@ def test_compiles_as_one_graph(flags):
 
 @pytest.mark.parametrize("flags", [{}, {"block": "parallel", "pos": "rope", "window": 5, "mlp": "swiglu"}], ids=name)
 def test_compiled_block_trains_alike(flags):
-    """torch.compile per block with the real backend: same loss and gradients as eager."""
+    """torch.compile per block with the real backend: same logits and gradients as eager."""
     torch._dynamo.reset()
-    idx = torch.randint(TINY["vocab_size"], (2, TINY["block_size"] + 1))
-    grads = []
-    for compiled in (False, True):
-        model = build(**flags).train()
-        if compiled:
-            for block in model.blocks:
-                block.compile(fullgraph=True)
-        model(idx[:, :-1], idx[:, 1:]).backward()
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.allclose(*grads, rtol=1e-9, atol=1e-9)
+    model, idx = build(**flags), tokens(2, T)
+    expected = model(idx)
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    assert_same(model(idx), expected, list(model.parameters()), rtol=1e-9, atol=1e-9)
 
 
 def test_literals_are_the_tables():
@@ -553,32 +535,6 @@ def test_attention_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv
     assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_joined_attention_in_low_precision(causal, dtype):
-    """In bfloat16 it errs from float64 as the equations in bfloat16 do, in float32 by 1e-5 at the most."""
-    given = [x.detach().to(dtype) for x in leaves(*[(2, 4, 40, 8)] * 3, (2, 6, 8), (2, 6, 8))]
-
-    def ours(q, k, v, *slots):
-        return ops.JoinedAttention.apply(q, k, v, *(x.expand(2, -1, -1, -1) for x in slots), 8**-0.5, causal)
-
-    def equations(q, k, v, *slots):
-        return naive_attention(q, k, v, causal=causal, slots=[x.repeat_interleave(2, dim=0) for x in slots])
-
-    weight, results = torch.randn(2, 4, 40, 8).to(dtype), []
-    for f, exact in ((ours, False), (equations, False), (equations, True)):
-        x = [(each.double() if exact else each.clone()).requires_grad_() for each in given]
-        y = f(*x)
-        assert y.dtype == (torch.float64 if exact else dtype)
-        results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
-    for what, got, plain, exact in zip(("output", "q", "k", "v", "slot_k", "slot_v"), *results, strict=True):
-        if dtype == torch.bfloat16:
-            assert_rounds_alike(got, plain, exact, what)
-        else:
-            largest = 1.0 if what == "output" else exact.abs().max()
-            assert torch.allclose(got.double(), exact, rtol=1e-5, atol=1e-5 * largest), what
-
-
 def test_dropout_in_attention_keeps_the_mean():
     """On CPU attention dropout takes the strips: its mean over draws is the attention without it."""
     torch.manual_seed(0)
@@ -609,63 +565,6 @@ def test_dropped_elements(p):
     assert ops.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and ops.dropped(x, 0.999999).isfinite().all()
 
 
-SWAP = torch.eye(6, dtype=torch.float64).roll(3, 0)
-
-
-def turns(w):
-    """Tables like RoPE's: cos and sin (7, 6)."""
-    cos, sin = w[:3].detach().cos(), w[:3].detach().sin()
-    return torch.cat((cos, cos)).expand(7, 6), torch.cat((-sin, sin)).expand(7, 6)
-
-
-FUNCTION = {  # of x (B, H, T, D) and more: the function, and the same in float64 by a formula
-    "rmsnorm": (
-        lambda x, w: ops.RMSNormOfCPU.apply(x, w, 1e-3),
-        lambda x, w: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w,
-    ),
-    "rotation": (
-        lambda x, w: ops.Rotation.apply(x, *(t.to(x.dtype) for t in turns(w))),
-        lambda x, w: torch.einsum("...d,de->...e", x, torch.diag(turns(w)[0][0]) + SWAP * turns(w)[1][0]),
-    ),
-    "squared relu": (lambda x, w: ops.SquaredReLU.apply(x), lambda x, w: x.clamp(min=0) ** 2),
-}
-
-
-@pytest.mark.parametrize("dtype,error", [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.03)])
-@pytest.mark.parametrize("name", FUNCTION)
-def test_functions_with_gradients_of_their_own(name, dtype, error):
-    """Values and gradients against autograd of the formula in float64, for heads that are views of one matrix."""
-    f, formula = FUNCTION[name]
-    torch.manual_seed(0)
-    whole = torch.randn(2, 7, 4, 9, dtype=torch.float64)
-    w, grad = torch.rand(6, dtype=torch.float64) + 0.5, torch.randn(2, 4, 7, 6, dtype=torch.float64)
-    results = []
-    for g, kind in ((f, getattr(torch, dtype)), (formula, torch.float64)):
-        leaves_ = [whole.to(kind).clone().requires_grad_(), w.to(torch.promote_types(kind, torch.float32)).clone()]
-        leaves_[1].requires_grad_(name == "rmsnorm")
-        y = g(leaves_[0][..., :6].transpose(1, 2), leaves_[1])
-        assert y.dtype == kind
-        y.backward(grad.to(kind))
-        results.append([y.detach(), *(x.grad for x in leaves_ if x.grad is not None)])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours.double() - theirs).abs().max() < error * max(1, theirs.abs().max())
-
-
-@pytest.mark.parametrize("name", ["rmsnorm", "rope", "relu2"])
-def test_paths_without_gradients_compute_the_same(name):
-    """Decoding takes other calls than training: in float64 they agree."""
-    torch.manual_seed(0)
-    cfg, x = ModelConfig(**TINY | {"pos": "rope"}), torch.randn(2, 4, 7, 8, dtype=torch.float64)
-    norm, rope = M.RMSNorm(8, eps=0.1).double(), M.Rope(cfg)
-    torch.nn.init.normal_(norm.weight)
-    table = rope.table(torch.arange(7) + 3, torch.float64)
-    f = {"rmsnorm": norm, "rope": lambda x: rope(x, x[:, :2], x, table)[0], "relu2": M.MLP_KIND["relu2"].f}[name]
-    expected = f(x)
-    with torch.no_grad():
-        assert torch.allclose(f(x), expected, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(expected, x)
-
-
 def test_a_model_of_bfloat16_parameters_trains():
     """Not under autocast: gradients of all parameters, those of the norms among them, are near float32's."""
     flags, grads = {"norm": "rmsnorm", "qk_norm": True, "pos": "rope", "mlp": "relu2"}, []
@@ -690,50 +589,31 @@ PLAIN, PAST, CPU, CUDA = (270, 270), (140, 270), ("cpu", "float32", 8), ("cuda",
 KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype, width of a head; mask and options
     ("full", PLAIN, CPU, {}),
     ("full", PLAIN, CPU, {"causal": False}),
-    ("full", PAST, CPU, {"causal": False}),
     ("full", PLAIN, CPU, {"window": 270}),
     ("full", (1, 270), CPU, {"window": 5}),
     ("full", PLAIN, CUDA, {"dropout": 0.1}),
     ("window", PLAIN, CPU, {"window": 100}),
-    ("window", PLAIN, ("cuda", "float32", 8), {"window": 100, "dropout": 0.1}),
-    ("flash", PLAIN, CUDA, {"window": 100, "dropout": 0.1}),
     ("flash", PLAIN, CUDA, {"window": 100, "causal": False}),
     ("flash", PAST, CUDA, {"window": 100}),
-    ("varlen", PLAIN, CUDA, {"docs": 4, "dropout": 0.1}),
     ("varlen", PAST, CUDA, {"docs": 4, "window": 100, "causal": False}),
     ("joined", PAST, CUDA, {"docs": 4, "window": 100, "slots": True}),
-    ("joined", PLAIN, CUDA, {"slots": True, "causal": False}),
     ("joined", PAST, CUDA, {"slots": True}),
     ("strips", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
     ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
-    ("flash", PAST, CUDA, {}),
     ("flash", PAST, CUDA, {"dropout": 0.1}),
     ("joined", PAST, CPU, {}),
     ("joined", PAST, CPU, {"slots": True}),
-    ("joined", PLAIN, CPU, {"slots": True}),
     ("joined", PLAIN, ("cpu", "bfloat16", 8), {"slots": True, "causal": False}),
     ("strips", PLAIN, CPU, {"docs": True}),
-    ("strips", PLAIN, CUDA, {"docs": True, "dropout": 0.1}),
     ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
     ("strips", PAST, CPU, {"window": 100}),
     ("strips", PAST, ("cuda", "float32", 8), {"window": 100}),
     ("strips", PLAIN, CPU, {"window": 100, "slots": True}),
-    ("strips", PAST, ("cuda", "float32", 8), {}),
     ("strips", PAST, ("cuda", "bfloat16", 12), {}),
     ("naive", PLAIN, CPU, {"softcap": 2.0}),
     ("naive", PLAIN, CPU, {"dropout": 0.1}),
-    ("naive", PLAIN, CUDA, {"docs": True, "softcap": 2.0}),
     ("naive", PAST, CPU, {"causal": False, "slots": True, "softcap": 2.0}),
 ]
-CALLS = {  # kernel -> the functions that compute it, from the outside to the inside
-    "full": ["fused_attention"],
-    "window": ["window_attention", "fused_attention"],
-    "flash": ["flash"],
-    "varlen": ["flash"],
-    "joined": ["JoinedAttention"],
-    "strips": ["strip_attention", "fused_attention"],
-    "naive": ["strip_attention", "naive_attention"],
-}
 
 
 def spy_on_kernels(monkeypatch) -> list[str]:
@@ -743,50 +623,34 @@ def spy_on_kernels(monkeypatch) -> list[str]:
     return answers
 
 
-class Noting(TorchDispatchMode):
-    """Adds "flash" to a list when CUDA's flash operator is called."""
-
-    def __init__(self, called: list[str]):
-        super().__init__()
-        self.called = called
-
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if f is torch.ops.aten._flash_attention_forward.default:
-            self.called.append("flash")
-        return f(*args, **(kwargs or {}))
+class Answer(Exception):
+    """The kernel that attention would take."""
 
 
 @pytest.mark.parametrize("kernel,lengths,where,options", KERNEL, ids=str)
 def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, lengths, where, options):
-    """On fake tensors, which may be on a GPU that is not there; the functions that compute only note their call."""
-    (T, S), (device, dtype, D) = lengths, where
+    """On fake tensors, which may be on a GPU that is not there: attention goes no farther than the answer."""
+    device, dtype, D = where
     softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
     docs, slots = (options.get(x, False) for x in ("docs", "slots"))  # 4: with their boundaries
-    mask = Mask(options.get("causal", True), options.get("window", 0))
-    if T > 1 and mask.window < S:  # others attention makes simpler before it asks
-        flash = device == "cuda" and dtype == "bfloat16" and D % 8 == 0
-        of_docs = mask._replace(docs=(torch.zeros(1),) * max(2, docs) if docs else None)
-        assert attention_kernel(of_docs, T, S, slots, softcap, dropout, device, flash) == kernel
-    called, answers = [], spy_on_kernels(monkeypatch)
 
-    def noting(name, compute):
-        return lambda *args, **options: called.append(name) or compute(*args, **options)
+    def answer(*args):
+        raise Answer(attention_kernel(*args))
 
-    monkeypatch.setattr(ops, "window_attention", noting("window_attention", lambda sdpa, q, k, v, _: sdpa(q, k, v)))
-    monkeypatch.setattr(ops, "strip_attention", noting("strip_attention", lambda f, q, k, v, *_: f(q, k, v, None)))
-    monkeypatch.setattr(ops, "fused_attention", noting("fused_attention", lambda q, *_, **__: torch.empty_like(q)))
-    monkeypatch.setattr(ops, "naive_attention", noting("naive_attention", lambda *args: torch.empty_like(args[4])))
-    joined = noting("JoinedAttention", lambda q, *_: torch.empty_like(q))
-    monkeypatch.setattr(ops, "JoinedAttention", SimpleNamespace(apply=joined))
-    with FakeTensorMode(), torch.no_grad(), Noting(called):
+    monkeypatch.setattr(ops, "attention_kernel", answer)
+    with FakeTensorMode(), torch.no_grad():
         q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
-        numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths) if docs else None
+        numbers, pair = None, None
+        if docs:
+            numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths)
         if docs == 4:
             starts = torch.zeros(1, 3, device=device, dtype=torch.int64)
             numbers = *numbers, *(ops.boundaries(starts, n) for n in lengths)
-        mask = mask._replace(docs=numbers)
-        y = attention(q, k, k, D, mask, softcap, dropout, (k.new_empty(2, 5, D),) * 2 if slots else None)
-    assert y.shape == q.shape and answers == [kernel] and called == CALLS[kernel]
+        if slots:
+            pair = (k.new_empty(2, 5, D),) * 2
+        mask = Mask(options.get("causal", True), options.get("window", 0), numbers)
+        with pytest.raises(Answer, match=f"^{kernel}$"):
+            attention(q, k, k, D, mask, softcap, dropout, pair)
 
 
 def test_more_documents_than_a_grid_of_cuda_has_places():
@@ -797,50 +661,49 @@ def test_more_documents_than_a_grid_of_cuda_has_places():
 
 def test_the_examples_have_every_kernel_of_the_table():
     rows = [line.split()[0] for line in attention_kernel.__doc__.split("kernel    when")[1].splitlines()[1:8]]
-    assert rows == list(CALLS) and {kernel for kernel, *_ in KERNEL} == set(rows)
+    assert len(rows) == 7 and {kernel for kernel, *_ in KERNEL} == set(rows)
 
 
-@pytest.mark.parametrize(
-    "flags,said",
-    [
-        ({}, "full (2 layers)"),
-        ({"window": 3, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
-        ({"window": 13}, "full (2 layers)"),
-        ({"window": 3, "objective": "masked"}, "strips (2 layers)"),
-        ({"attn_softcap": 5.0}, "naive (2 layers)"),
-        ({"dropout": 0.1}, "naive (2 layers)"),
-        ({"doc_mask": True}, "strips (2 layers)"),
-        ({"pos": "alibi", **SLOTS}, "full (4 layers)"),
-        ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
-        ({"pos": "alibi", **JOINT}, "joined (2 layers)"),
-        ({"block": "simplified", "window": 3}, "window (2 layers)"),
-        ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
-        ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags,said", [
+    ({}, "full (2 layers)"),
+    ({"window": 3, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
+    ({"window": 13}, "full (2 layers)"),
+    ({"window": 3, "objective": "masked"}, "strips (2 layers)"),
+    ({"attn_softcap": 5.0}, "naive (2 layers)"),
+    ({"dropout": 0.1}, "naive (2 layers)"),
+    ({"doc_mask": True}, "strips (2 layers)"),
+    ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
+    ({"pos": "alibi", **JOINT}, "joined (2 layers)"),
+    ({"block": "simplified", "window": 3}, "window (2 layers)"),
+    ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
+    ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
+], ids=str)  # fmt: skip
 def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags, said):
     model = build(torch.float32, **flags).train()
-    T, source = TINY["block_size"], S if model.encoder else 0
+    source = S if model.encoder else 0
     assert attention_kernels(model, T, source, "cpu", torch.float32) == said
     answers = spy_on_kernels(monkeypatch)
     model(tokens(2, T), tokens(2, T), **beside(model, docs=model.cfg.doc_mask))
     assert Counter(answers) == {kernel: int(n) for kernel, n in re.findall(r"(\w+) \((\d+) layers?\)", said)}
 
 
-def test_the_kernels_of_pieces_of_a_text():
-    """As under context parallelism: queries of a piece see the keys of earlier pieces too."""
-    for flags, device, said in (
-        ({}, "cpu", "joined"),
-        ({}, "cuda", "flash"),
-        ({"window": 3}, "cuda", "flash"),
-        ({"window": 3}, "cpu", "strips"),
-        ({"doc_mask": True}, "cpu", "strips"),
-    ):
-        assert attention_kernels(build(**flags), 12, 0, device, torch.bfloat16, pieces=4) == f"{said} (2 layers)"
-    for pos, said in (("rope", "flash"), ("alibi", "strips")):  # whose columns make queries wider than flash allows
-        wide = build(n_head=1, n_embd=256, pos=pos)
-        assert attention_kernels(wide, 12, 0, "cuda", torch.bfloat16, pieces=4) == f"{said} (2 layers)"
+@pytest.mark.parametrize("device,pieces,flags,said", [
+    ("cuda", 1, {"dropout": 0.1}, "full (2 layers)"),
+    ("cuda", 1, {"window": 3, "dropout": 0.1}, "flash (2 layers)"),
+    ("cuda", 1, {"window": 3, "doc_mask": True}, "varlen (2 layers)"),
+    ("cuda", 1, SLOTS, "full (4 layers)"),
+    ("cuda", 1, JOINT, "joined (2 layers)"),
+    ("cuda", 1, {"attn_softcap": 5.0}, "naive (2 layers)"),
+    ("cpu", 4, {}, "joined (2 layers)"),
+    ("cpu", 4, {"window": 3}, "strips (2 layers)"),
+    ("cpu", 4, {"doc_mask": True}, "strips (2 layers)"),
+    ("cuda", 4, {"window": 3}, "flash (2 layers)"),
+    ("cuda", 4, {"n_head": 1, "n_embd": 256, "pos": "rope"}, "flash (2 layers)"),
+    ("cuda", 4, {"n_head": 1, "n_embd": 256, "pos": "alibi"}, "strips (2 layers)"),  # wider than flash allows
+], ids=str)  # fmt: skip
+def test_the_kernels_of_a_model_elsewhere(device, pieces, flags, said):
+    """On a GPU; and of pieces of a text, as under context parallelism, whose queries see the keys of earlier ones."""
+    assert attention_kernels(build(**flags), 12, 0, device, torch.bfloat16, pieces=pieces) == said
 
 
 @pytest.mark.parametrize("block", ["parallel", "superblock"])
@@ -853,18 +716,6 @@ def test_every_reader_has_a_dropout_of_its_own(block):
         reader.forward = lambda x, inputs, value=value: torch.full_like(x, value)
     s = torch.zeros(2, 12, net.cfg.n_embd, dtype=torch.float64)
     assert set(both(s, M.Inputs()).unique().tolist()) == {0.0, 2.0, 20.0, 22.0}
-
-
-def test_the_kernels_of_a_model_on_a_gpu():
-    for flags, said in (
-        ({"dropout": 0.1}, "full (2 layers)"),
-        ({"window": 3, "dropout": 0.1}, "flash (2 layers)"),
-        ({"window": 3, "doc_mask": True}, "varlen (2 layers)"),
-        (SLOTS, "full (4 layers)"),
-        (JOINT, "joined (2 layers)"),
-        ({"attn_softcap": 5.0}, "naive (2 layers)"),
-    ):
-        assert attention_kernels(build(**flags), TINY["block_size"], 0, "cuda", torch.bfloat16) == said
 
 
 class Largest(TorchDispatchMode):
@@ -882,20 +733,15 @@ class Largest(TorchDispatchMode):
     "flags",
     [
         {},
-        {"pos": "alibi"},
-        {"pos": "rope", "window": 100},
         {"attention": "mqa", "window": 100, "pos": "alibi"},
         {"attn_softcap": 5.0},
         {"dropout": 0.1},
         {"block": "simplified", "window": 100},
         {"block": "simplified_parallel", "pos": "alibi"},
-        {"block": "superblock", "layer": "c.own_slots", "n_slot": 32},
         {"block": "superblock", "layer": "c.joint_slots", "n_slot": 32},
-        {"objective": "masked"},
         {"objective": "masked", "window": 100},
         {"objective": "masked", "block": "simplified"},
         {"objective": "masked", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
-        {"objective": "seq2seq"},
         {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "rope"},
     ],
     ids=name,
@@ -933,39 +779,33 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
     assert calls == [(heads, heads, heads == 2)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, compiled):
+@pytest.mark.parametrize("user", [True, False])
+def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, user):
     """cuDNN is allowed if the sizes repeat: not with a mask, for other queries than keys, or without a gradient. A user
-    who turns it off keeps it off; an error leaves it as it was; results are PyTorch's."""
+    who turns it off keeps it off; an error leaves it as it was."""
     seen, sdpa = [], F.scaled_dot_product_attention
 
-    def recorder(q, *args, **options):
-        if type(q).__name__ != "FakeTensor":  # torch.compile calls it with fake tensors first
-            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return sdpa(q, *args, **options)
+    def recorder(*args, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", torch._dynamo.allow_in_graph(recorder))
-    f = torch.compile(ops.fused_attention, fullgraph=True, backend="eager") if compiled else ops.fused_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorder)
     q, k = torch.randn(2, 2, 3, 8, 16, requires_grad=True)
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
-    for user in (True, False):
-        torch.backends.cuda.enable_cudnn_sdp(user)
-        torch._dynamo.reset()  # a graph keeps the setting of the time when it was compiled
-        try:
-            for queries, m, grad in (
-                (8, None, True), (8, None, False), (8, mask, True), (1, None, True), (1, mask[-1:], False),
-            ):  # fmt: skip
-                with torch.set_grad_enabled(grad):
-                    y = f(q[:, :, -queries:], k, k, m, is_causal=queries == 8 and m is None)
-                whole = sdpa(q, k, k, is_causal=True)[:, :, -queries:]
-                assert torch.allclose(y, whole, atol=1e-6) and torch.backends.cuda.cudnn_sdp_enabled() == user
-            assert seen == [user, False, False, False, False]
-            seen.clear()
-            with pytest.raises(RuntimeError):
-                ops.fused_attention(q, k, k, mask[:, :5])
-            assert torch.backends.cuda.cudnn_sdp_enabled() == user and seen.pop() is False
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(user)
+    try:
+        for queries, m, grad in (
+            (8, None, True), (8, None, False), (8, mask, True), (1, None, True), (1, mask[-1:], False),
+        ):  # fmt: skip
+            with torch.set_grad_enabled(grad):
+                ops.fused_attention(q[:, :, -queries:], k, k, m, is_causal=queries == 8 and m is None)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == user
+        assert seen == [user, False, False, False, False]
+        with pytest.raises(RuntimeError):
+            ops.fused_attention(q, k, k, mask[:, :5])
+        assert torch.backends.cuda.cudnn_sdp_enabled() == user and seen.pop() is False
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
@@ -1002,13 +842,6 @@ def test_caches_have_the_length_of_the_text(monkeypatch):
 def test_a_wrong_rope_scaling_is_refused_in_one_line(scaling):
     with pytest.raises(ValueError, match="^rope_scaling=.*: no known scaling; set it to linear:F, "):
         build(pos="rope", rope_scaling=scaling)
-
-
-@pytest.mark.parametrize("number", ["2", "2.5", "2.0", "1e-3", "1E+2", "1e+16", ".5", "3."])
-def test_every_spelling_of_a_number_scales(number):
-    cfg = ModelConfig(pos="rope", rope_scaling=f"linear:{number}")
-    f, factor = M.scaled_frequencies(cfg, torch.tensor([1.0, 0.25], dtype=torch.float64))
-    assert f.tolist() == pytest.approx([1 / float(number), 0.25 / float(number)]) and factor == 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16, 20, 25])
@@ -1095,24 +928,14 @@ def test_chunked_loss_of_frozen_parameters(trained):
     assert len(calls) == 12 and not any(calls[6:])
 
 
-def test_the_chunks_of_a_gpu_hold_a_gib(monkeypatch):
-    """5248 rows of GPT-2's vocabulary, where a CPU takes 640; a text that fits is one chunk, for the compiled loss."""
-    gpu, cpu, calls = torch.device("cuda"), torch.device("cpu"), []
-    record = lambda x, W, targets, options: calls.append((len(x), options)) or x.sum()  # noqa: E731
-    monkeypatch.setattr(ops.ChunkedCrossEntropy, "apply", record)
+def test_the_chunks_of_a_gpu_hold_a_gib():
+    """5248 rows of GPT-2's vocabulary, where a CPU takes 640."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
     for V in (257, 32000, 50304, 2**30):
         for device, most in ((cpu, 2**27), (gpu, 2**30)):
             rows = ops.rows_at_once(0, V, device)
             assert 4 * V * rows <= max(most, 4 * V) and 4 * V * (rows + 128) > most
     assert (ops.rows_at_once(0, 50304, cpu), ops.rows_at_once(0, 50304, gpu)) == (640, 5248)
-    with FakeTensorMode(), torch.device(gpu):
-        of_chunk, head = object(), lambda: torch.empty(50304, 8)
-        model = SimpleNamespace(cfg=ModelConfig(vocab_size=50304), chunk_loss=of_chunk, head_weight=head)
-        model.mean = lambda total, targets: total
-        for tokens_of_a_text in (100, 6000):
-            x, targets = torch.empty(2, tokens_of_a_text, 8), torch.empty(2, tokens_of_a_text, dtype=torch.int64)
-            Model.loss(model, x, targets)
-    assert calls == [(n, (0.0, rows, of_chunk, True)) for n, rows in ((200, 200), (12000, 4000))]
 
 
 def test_chunks_have_one_size():
@@ -1230,29 +1053,6 @@ def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand():
         assert flops(model, T, source=S) == 6 * weights + 12 * scores
 
 
-@pytest.mark.parametrize(
-    "flags,summands",
-    [
-        ({}, [16]),  # what is added to the stream: two sums a layer, three with a memory
-        ({"objective": "masked"}, [16]),
-        ({"objective": "seq2seq"}, [24, 16]),
-        ({"objective": "seq2seq", "n_encoder_layer": 3}, [24, 6]),
-    ],
-    ids=str,
-)
-def test_initial_standard_deviations(flags, summands):
-    torch.manual_seed(0)
-    model = Model(ModelConfig(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=512, bias=True, **flags))
-    for n, p in model.named_parameters():
-        if p.dim() == 2:
-            summand = n.endswith(("attn.out.weight", "cross.out.weight", "mlp.down.weight"))
-            expected = 0.02 / math.sqrt(summands["encoder" in n]) if summand else 0.02
-            assert p.std().item() == pytest.approx(expected, rel=0.05), n
-            assert abs(p.mean().item()) < expected / 10, n
-        else:
-            assert (p == (0 if n.endswith("bias") else 1)).all(), n
-
-
 def drawn_at(std: float, **flags) -> list[torch.Tensor]:
     sizes = dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
     return list(Model(ModelConfig(**sizes, **flags, init_std=std), 1).parameters())
@@ -1327,12 +1127,6 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
         assert torch.allclose(both.encode(source, docs), alone.hidden(source, docs=docs), atol=1e-12)
 
 
-def test_head_is_tied_or_not():
-    tied, untied = build(), build(tie_weights=False)
-    assert tied.head.weight is tied.wte.weight and untied.head.weight is not untied.wte.weight
-    assert untied.n_params() - tied.n_params() == 29 * 32
-
-
 @pytest.mark.parametrize("flags,fragments", [
     ({"n_embd": 30}, ["n_embd=30", "n_head=4"]),
     ({"n_layer": 0}, ["n_layer=0"]),
@@ -1358,34 +1152,26 @@ def test_impossible_flags_are_named(flags, fragments):
         assert fragment in str(error.value)
 
 
-def test_too_long_a_sequence_is_refused():
-    with pytest.raises(ValueError, match="14 tokens.*block_size=13"):
-        build()(tokens(1, 14))
-    with pytest.raises(ValueError, match="14 tokens.*block_size=13"):
-        build(objective="seq2seq")(tokens(1, 3), source=tokens(1, 14))
+IDX, LONG = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 14, dtype=torch.int64)
 
 
-def test_what_an_objective_does_not_do_is_refused():
-    idx = tokens(1, 5)
-    for objective, source, words in (
-        ("causal", idx, "^objective=causal reads no source$"),
-        ("masked", idx, "^objective=masked reads no source$"),
-        ("seq2seq", None, "^objective=seq2seq needs a source$"),
-    ):
-        model = build(objective=objective)
-        with pytest.raises(ValueError, match=words):
-            model(idx, source=source)
-        with pytest.raises(ValueError, match=words if objective != "masked" else "^objective=masked does not continue"):
-            next(generate(model, idx, 1, lambda logits: logits.argmax(-1), source=source))
+@pytest.mark.parametrize("objective,idx,given,said", [
+    ("causal", LONG, {}, "14 tokens.*block_size=13"),
+    ("seq2seq", IDX, {"source": LONG}, "14 tokens.*block_size=13"),
+    ("causal", IDX, {"source": IDX}, "^objective=causal reads no source$"),
+    ("masked", IDX, {"source": IDX}, "^objective=masked reads no source$"),
+    ("seq2seq", IDX, {}, "^objective=seq2seq needs a source$"),
+    ("seq2seq", IDX, {"source": IDX, "docs": IDX}, "docs and source_docs go together"),
+    ("seq2seq", IDX, {"source": IDX, "source_docs": IDX}, "docs and source_docs go together"),
+])  # fmt: skip
+def test_what_a_model_does_not_take_is_refused(objective, idx, given, said):
+    with pytest.raises(ValueError, match=said):
+        build(objective=objective)(idx, **given)
+
+
+def test_masked_does_not_continue_a_text():
     with pytest.raises(ValueError, match="^objective=masked does not continue a text; it fills blanks in one$"):
-        next(generate(build(objective="masked"), idx, 1, lambda logits: logits.argmax(-1)))
-
-
-@pytest.mark.parametrize("given", ["docs", "source_docs"])
-def test_document_numbers_of_one_side_only_are_refused(given):
-    idx = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="docs and source_docs go together"):
-        build(objective="seq2seq")(idx, source=idx, **{given: idx})
+        next(generate(build(objective="masked"), IDX, 1, lambda logits: logits.argmax(-1)))
 
 
 # ---- seams
@@ -1411,27 +1197,6 @@ def test_engine_replaces_the_seams_and_nothing_else():
 
 
 # ---- initial weights
-
-
-def splitmix64(n: int, key: int) -> np.ndarray:
-    """What splitmix64 (https://prng.di.unimi.it/splitmix64.c) makes of its states key, key + 1, ... times gamma."""
-    out, mask = [], 2**64 - 1
-    for i in range(n):
-        z = (key + i) * 0x9E3779B97F4A7C15 & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        out.append(z ^ z >> 31)
-    return np.array(out, dtype=np.uint64)
-
-
-def test_initial_weights_are_a_function_of_seed_name_and_place():
-    """Against splitmix64 in Python's integers and Box and Muller's formula in numpy."""
-    key = int.from_bytes(hashlib.sha256(b"7 wte.weight").digest()[:8], "little")
-    bits = splitmix64(40 * 16, key)
-    u, v = (bits >> np.uint64(32)) / 2**32 + 2**-33, (bits & np.uint64(2**32 - 1)) / 2**32
-    expected = torch.from_numpy(np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)).view(40, 16)
-    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=40), seed=7)
-    assert torch.allclose(model.wte.weight.double(), 0.02 * expected, atol=1e-8)
 
 
 def test_initial_weights_are_normal_and_independent():
