@@ -447,8 +447,8 @@ FAULTS = [
     ),
     (
         "model.py",
-        "slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]",
-        "slope = 0 * alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]",
+        "slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None]",
+        "slope = 0 * alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None]",
         "ALiBi is listed, but nothing is added to the scores.",
         "tests/model/test_model.py::test_attention_equals_naive_attention",
     ),
