@@ -67,21 +67,18 @@ class Saved(NamedTuple):
     pieces: list[Piece]
 
 
-def damaged(path: Path, reason: object) -> Damaged:
-    """The error for a damaged checkpoint. Its remedies lose no data."""
-    if not path.is_dir():
-        return Damaged(f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now")
-    remedy = f"bring it back from a copy, or move it out of {path.parent} to go on from the checkpoint before it"
-    return Damaged(f"checkpoint {path} is damaged: {reason}; {remedy}")
-
-
 @contextmanager
 def damage_in(path: Path, file: str) -> Iterator[None]:
-    """Replaces any error by Damaged, which names the file; what stands in it may be of a stranger."""
+    """Replaces any error by Damaged, which names the file; what stands in it may be of a stranger. The remedy loses no
+    data."""
     try:
         yield
     except Exception as error:
-        raise damaged(path, f"{file}: {first_line(error)}") from error
+        text = f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now"
+        if path.is_dir():
+            remedy = f"bring it back from a copy, or move it out of {path.parent} to go on from the one before it"
+            text = f"checkpoint {path} is damaged: {file}: {first_line(error)}; {remedy}"
+        raise Damaged(text) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -104,11 +101,8 @@ def steps_in(out_dir: Path) -> list[Path]:
 
 
 def read_state(path: Path) -> dict:
-    """The state that was given to `save`, with "step", "format" and "index_sha256".
-
-    Raises ValueError for another format. Raises Damaged if state.json is missing or no JSON, or if a key of STATE is
-    missing or impossible.
-    """
+    """The state that was given to `save`, with "step", "format" and "index_sha256". ValueError for another format.
+    Damaged if state.json is missing or no JSON, or if a key of STATE is missing or impossible."""
     with damage_in(path, "state.json"):
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]

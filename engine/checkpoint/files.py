@@ -15,6 +15,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -43,10 +44,8 @@ def save(
 
     Every rank calls it with tensors or DTensors by name. Ranks may give different names; plain tensors of the same name
     must be equal. Rank 0's `state`, with the keys of contents.STATE, is written. Of the steps up to this one, the
-    newest `keep_last` stay, and those that `latest` or `best` names.
-
-    Raises OSError on every rank if any rank cannot write; older checkpoints then stay. If a rank has died, the others
-    raise RuntimeError, as in every collective. The collectives use `group`, by default all ranks.
+    newest `keep_last` stay, and those that `latest` or `best` names. The collectives use `group`, by default all ranks.
+    Raises OSError on every rank if any rank cannot write; older checkpoints then stay.
     """
     final = Path(out_dir) / f"step_{step:08d}"
     partial_step = final.with_name(f".tmp-{final.name}")
@@ -108,11 +107,8 @@ def named_by(pointer: Path) -> str:
 
 def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "latest") -> T:
     """action(path, state), where path = find(where, which) and state = read_state(path). Every rank calls it, and all
-    ranks read the path that the first rank finds. `action` may call `read_index` and `load`.
-
-    What looks damaged is looked for and read once more, because the run may have deleted or replaced it meanwhile.
-    Raises Damaged, or OSError if each checkpoint was deleted before it was read.
-    """
+    ranks read the path that the first rank finds. What looks damaged is looked for and read once more, because the run
+    may have deleted or replaced it meanwhile. Raises Damaged, or OSError if each one was deleted before it was read."""
     failed = None
     for _ in range(TRIES):
         path = of_first_rank(partial(find, where, which))
@@ -144,11 +140,8 @@ def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Save
 def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_size: float = math.inf):
     """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks. `index`
     is what read_index has read there. Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be
-    more or fewer than the saved ones, see `unpadded`, and those that were not saved keep their values.
-
-    Raises ValueError on every rank if the checkpoint lacks one of the names, or if its shape or dtype differs; raises
-    Damaged if files are damaged.
-    """
+    more or fewer than the saved ones, see `unpadded`, and those that were not saved keep their values. ValueError on
+    every rank if a name is absent, its shape or dtype differs, or a weight is not finite; Damaged for damaged files."""
 
     def check_and_fill():
         for name, tensor in tensors.items():
@@ -176,8 +169,7 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
 
 
 def _share(parts: dict[str, Part], group: dist.ProcessGroup | None) -> list[str]:
-    """The names of the parts that this rank writes. The ranks that have the same parts take turns. Every rank calls
-    it."""
+    """The names of the parts that this rank writes; ranks that have the same parts take turns. Every rank calls it."""
     if not dist.is_initialized():
         return list(parts)
     holders = defaultdict(list)
@@ -211,9 +203,8 @@ def _begin(partial_step: Path):
             old.rename(old.with_suffix(""))
     for entry in list(out_dir.iterdir()):
         if LEFTOVER.fullmatch(entry.name):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
+            shutil.rmtree(entry, ignore_errors=True)
+            with suppress(OSError):  # what is no folder, such as a link
                 entry.unlink()
     partial_step.mkdir(exist_ok=True)
 

@@ -1,8 +1,7 @@
 """Starts a run from random or trained weights, and collects the tensors of its checkpoints.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
-number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE. A resumed run continues as if
-it had never stopped.
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE.
 """
 
 import copy
@@ -10,6 +9,7 @@ import filecmp
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
 from engine.checkpoint.weights import Weights
 from engine.parallel.connection import may_restart
+from engine.parallel.ranks import Ranks, together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
 from model import Model, ModelConfig
@@ -33,14 +34,13 @@ OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for th
 SETTLED_BY_DATA = ("pairs",)  # flags that a new run has settled by its own data
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 NEW = {"step": 0, "samples": 0, "skipped": 0, "norms": [], "best_val_loss": None, "flags": {}, "data": {}}
-OF_EVALUATION = {"eval_iters", "batch_size", "seed", "pairs", "corrupt_ratio", "span_length"}  # flags of the best loss
+OF_EVALUATION = ("eval_iters", "batch_size", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of the best loss
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 
 
 def locked(out_dir: str) -> AbstractContextManager:
-    """The lock of a run's folder, to be held before anything in it is read; rank 0 holds it for all ranks. It is needed
-    because the workers of torchrun continue when torchrun is killed. If torchrun restarts lost workers, the holder may
-    be the worker that this process replaces, so it has ten seconds to end."""
+    """The lock of a run's folder, to be held before anything in it is read; rank 0 holds it for all ranks, which go on
+    when torchrun is killed. The holder may be a worker that torchrun replaces, so it has ten seconds to end."""
     if os.environ.get("RANK", "0") != "0":
         return nullcontext()
     return lock.locked(out_dir, "out_dir", seconds=10 if may_restart() else 0.2)
@@ -171,30 +171,22 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     another evaluation is dropped from the state.
     """
     stored = state["data"]
-    flags = state["flags"]
+    place = {name: stored[name] for name in ("since", "read") if name in stored}
     notes = []
-    place = {}
-    if stored:
-        place = {"since": stored["since"], "read": stored["read"]}
-        other_data = stored["val"] != val.hashes
-    else:
-        other_data = flags.get("dataset", cfg.dataset) != cfg.dataset
     weights = [weight for *_, weight in train.sources]
     if stored and (stored["hashes"], stored["weights"]) != (train.hashes, weights):
         read = dict(zip(stored["hashes"], stored["read"], strict=True))
         place = {"since": state["samples"], "read": [read.get(each, 0) for each in train.hashes]}
         for (name, _, weight), count in zip(train.sources, place["read"], strict=True):
-            notes.append(
-                f"the training data have changed: weight {weight} of {name}, of which {count:,} samples are read"
-            )
-    changed = [name for name in sorted(OF_EVALUATION) if flags.get(name, getattr(cfg, name)) != getattr(cfg, name)]
+            notes.append(f"the data have changed: weight {weight} of {name}, of which {count:,} samples are read")
+    changed = [name for name in OF_EVALUATION if state["flags"].get(name) != getattr(cfg, name)]
     if cfg.eval_iters == 0 and "eval_iters" not in changed:  # all windows, in whatever batches
         changed = [name for name in changed if name not in ("batch_size", "seed")]
-    if other_data:
+    if stored.get("val") != val.hashes:
         changed.append("the validation data")
-    if changed:
+    if changed and state["best_val_loss"] is not None:
         state["best_val_loss"] = None
-        notes.append(f"the best loss begins anew, as {' and '.join(changed)} changed")
+        notes.append(f"the best loss begins anew, as {' and '.join(changed)} may have changed")
     return place, notes
 
 
@@ -212,6 +204,14 @@ def tensors_of(run: Step) -> dict[str, Tensor]:
     return tensors
 
 
+def set_random_states(tensors: dict[str, Tensor], ranks: Ranks, path: Path):
+    with damage_in(path, "the state of random numbers"):
+        if f"rng.{ranks.rank}.cpu" in tensors:
+            torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
+        if f"rng.{ranks.rank}.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
+
+
 def restore(cfg, run: Step) -> dict:
     """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
     sharded = run.sharded
@@ -223,11 +223,7 @@ def restore(cfg, run: Step) -> dict:
         tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
         weights.load_tensors(path, tensors, sharded, index)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
-        with damage_in(path, "the state of random numbers"):
-            if f"rng.{ranks.rank}.cpu" in tensors:
-                torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
-            if f"rng.{ranks.rank}.cuda" in tensors:
-                torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
+        together(partial(set_random_states, tensors, ranks, path))
         return state
 
     state = checkpoint.read(cfg.out_dir, load)
