@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_orig
 
 from data.errors import printable, require
 from data.files import write_file
-from flags import documented, refuse, refuse_unused, rests_on, unused
+from flags import Flags, check_limits, documented, refuse, refuse_unused, rests_on, unused
 from model import ModelConfig, try_flags
 
 T = TypeVar("T")
@@ -293,6 +293,8 @@ def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, or
     values = {name: convert(cls, name, value, origin) for name, value in current.items()} | given.values
     cfg = cls.__new__(cls)  # first without its own check
     vars(cfg).update(values, sources=given.sources)
+    if isinstance(cfg, Flags):
+        check_limits(cfg)  # facts count layers
     idle = unused(cfg)
     for name in idle:
         if name in given.sources and not overruled(cfg, name):
@@ -330,7 +332,8 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
     if name not in kinds:
-        near = difflib.get_close_matches(name, kinds, 1)
+        near = [other for other in kinds if "".join(word[0] for word in other.split("_")) == name]  # lr, learning_rate
+        near += difflib.get_close_matches(name, kinds, 1)
         remedy = f"the nearest is {near[0]}" if near else "--help lists them"
         raise ValueError(f"{here}: no such flag; {remedy}")
     if name in PATHS:
@@ -373,7 +376,8 @@ def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], l
 def read_file(path: str) -> list[tuple[str, Any, str]]:
     """The settings of a config file as [(name, value, "path:line"), ...]. ValueError if it holds anything else."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
+        example = "--name=value" if path.endswith(".py") else f"--name=value, such as --out_dir={path}"
+        raise FileNotFoundError(f"{path}: no such config file; flags are written {example}")
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
     settings, names, line = [], dict(CONSTANTS), 1
     try:

@@ -26,6 +26,7 @@ from functools import cache
 from typing import NamedTuple, NoReturn
 
 LIMIT = 2**31  # of every number
+MOST = 1000  # characters of a layer's string
 TERM = re.compile(r"(\w*)(>=|<=|!=|=|>|<)?(.*)")
 COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
@@ -45,12 +46,7 @@ class Flags:
     sources = {}  # flag -> where it was set, such as config/x.py:3, if the configurator did
 
     def __post_init__(self):
-        for name, flag in documented(type(self)).items():
-            value = getattr(self, name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                for limit in flag.limits:
-                    if not holds(self, name + limit):
-                        refuse(self, name, f"must be {limit}")
+        check_limits(self)
         for name in unused(self):
             if getattr(self, name) != getattr(type(self), name):
                 refuse_unused(self, name)
@@ -65,6 +61,17 @@ def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
         place = f" ({cfg.sources[name]})" if name in cfg.sources else ""
         settings.append(f"{name}={value!r}{place}" if quoted else f"{name}={value}{place}")
     raise ValueError(f"{' with '.join(settings)}: {why}")
+
+
+def check_limits(cfg: Flags):
+    """ValueError names a number that is not within its limits."""
+    for name, flag in documented(type(cfg)).items():
+        value = getattr(cfg, name)
+        if isinstance(value, bool | str):
+            continue
+        for limit in flag.limits:
+            if not holds(cfg, name + limit):
+                refuse(cfg, name, f"must be {limit}")
 
 
 def refuse_unused(cfg: Flags, name: str) -> NoReturn:
@@ -194,6 +201,8 @@ Sums = tuple[tuple[Reader, ...], ...]  # of a layer: the readers of each sum
 @cache
 def parsed(string: str) -> Sums:
     """The readers of each sum of a layer. ValueError quotes what is no reader."""
+    if len(string) > MOST:
+        raise ValueError(f"the string of a layer has more than {MOST} characters; divide its readers among layers")
     names, sums = Counter(), []
     for words in string.split(","):
         readers = []
@@ -250,9 +259,9 @@ class LayerFlags(Flags):
     def readers(self) -> list[tuple[Reader, int]]:
         """The readers of all strings, each with the number of layers that have it."""
         strings = self.strings
-        counts = Counter({string: 0 for string in strings})
-        for layer in range(self.n_layer):
-            counts[strings[layer % len(strings)]] += 1
+        counts = Counter()
+        for i, string in enumerate(strings):
+            counts[string] += len(range(i, self.n_layer, len(strings)))
         return [(r, n) for string, n in counts.items() for readers in self.sums(0, string) for r in readers]
 
     @property

@@ -542,7 +542,8 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
     """H and Hkv: the reader's share of the layer's heads."""
     C, H = cfg.n_embd, cfg.n_head
     if not cfg.head_dim and C % H:
-        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {-(-C // H) * H}, or set head_dim")
+        even = -(-C // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
+        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
     if cfg.kv_heads == 0 or H % cfg.kv_heads:
         refuse(cfg, "attention n_kv_head n_head", f"set n_kv_head to a divisor of n_head: {divisors(H)}")
     return share_of(cfg, reader, H), share_of(cfg, reader, cfg.kv_heads)

@@ -237,6 +237,9 @@ def test_last_decay_lr_counts(tmp_path):
 COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
     (["--learning-rate=3"], ["--learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
     (["--zzzzqqq=3"], ["--zzzzqqq=3", "--help"]),
+    (["--lr=1e-3"], ["--lr=0.001", "nearest is learning_rate"]),
+    (["out/x"], ["out/x: no such config file", "--out_dir=out/x"]),
+    (["--n_head=5", "--n_embd=764"], ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
     (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
     (["--"], ["--", "no such flag"]),
     (["--batch_size=64.5"], ["--batch_size=64.5 (command line)", "expected int", "--batch_size=12"]),
@@ -511,6 +514,9 @@ def test_user_errors(capsys):
     with pytest.raises(SystemExit) as stop, user_errors():
         raise ValueError("batch_size=0\n  must be\tpositive")
     assert stop.value.code == 2 and capsys.readouterr() == ("", "error: batch_size=0 must be positive\n")
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError("a\x1b[31mname\x07 of é")
+    assert capsys.readouterr().err == "error: a\\x1b[31mname\\x07 of é\n"
     for other in (KeyboardInterrupt, RuntimeError, SystemExit):
         with pytest.raises(other) as passed, user_errors():
             raise other("untouched")

@@ -1141,6 +1141,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"pos": "sinusoidal", "n_embd": 35, "n_head": 5}, ["pos=sinusoidal", "35"]),
     ({"window": 4, "window_pattern": "SX"}, ["window_pattern=SX"]),
     ({"mlp_ratio": 0.0}, ["mlp_ratio=0.0"]),
+    ({"block": "standard", "n_group": 2}, ["n_group=2", "only with block=superblock"]),
     ({"rope_theta": -1.0}, ["rope_theta=-1.0"]),
     ({"vocab_size": 0}, ["vocab_size=0"]),
 ], ids=str)  # fmt: skip

@@ -56,6 +56,7 @@ def test_the_memory_is_read_where_the_string_says_or_behind_the_context():
     ("", {}, "layer='': '' is no reader"),
     ("c p", {}, "'c p' is no reader"),
     ("c/0", {}, "'c/0' is no reader"),
+    ("c" + ",p" * 5000, {}, "more than 1000 characters"),
     ("c.tanh", {}, ".tanh is no switch; known are heads, stream,"),
     ("c.relu.gelu", {}, "'c.relu.gelu' makes one choice twice"),
     ("p", {}, "layer=p with n_layer=2: a layer has no c"),
