@@ -35,7 +35,8 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
     require(have[kind], f"device={flag} is not on this machine; use --device=cpu or --device=auto")
     if kind != "cuda":
         return torch.device(kind)
-    index, gpus = int(index or local_rank), torch.cuda.device_count()
+    index = int(index or local_rank)
+    gpus = torch.cuda.device_count()
     require(index < gpus, f"device=cuda:{index} is not on this machine, which has {gpus} GPUs")
     return torch.device("cuda", index)
 
@@ -52,9 +53,7 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     elif flag == "auto":
         flag = "float32"
     if flag == "float16" and not cuda:
-        raise ValueError(
-            f"dtype=float16 needs a gradient scaler on a GPU, and the device is {device.type}; use float32"
-        )
+        raise ValueError(f"dtype=float16 needs a GPU for its scaler, and the device is {device.type}; use float32")
     if flag == "bfloat16" and cuda and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
@@ -96,9 +95,8 @@ def refuse_nondeterminism() -> Iterator[None]:
 
 
 def fast_bfloat16() -> bool:
-    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512. Others emulate bfloat16, which can
-    take a hundred times as long as float32. If a variable of LIMITS is set, the libraries may not use the instructions.
-    """
+    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512, and no variable of LIMITS forbids
+    them. Others emulate bfloat16, which can take a hundred times as long as float32."""
     if any(variable in os.environ for variable in LIMITS):
         return False
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -122,9 +120,9 @@ def device_name(device: torch.device) -> str:
     return f"{device.type.upper()} ({name[1] if name else platform.machine()})"
 
 
-# Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32). Sources are
-# NVIDIA's data sheets (halved where they count sparsity), its GA102, AD102 and GB202 white papers, and AMD's data sheet
-# for MI300X. A card is the first row all of whose words occur in its name.
+# Dense peaks in FLOP/s: (bfloat16 with float32 accumulation, or float16 on chips without bfloat16; TF32), from NVIDIA's
+# data sheets (halved where they count sparsity), its GA102, AD102 and GB202 white papers, and AMD's data sheet for
+# MI300X. A card is the first row all of whose words occur in its name.
 GPU_PEAKS = {
     "GB200": (2500e12, 1250e12),
     "B200": (2250e12, 1125e12),
@@ -187,8 +185,7 @@ def machine_memory() -> int:
 
 
 def process_memory(ranks: int) -> int:
-    """Bytes that a process can have: an equal share for each of the ranks on this machine, or its ulimit if that is
-    lower."""
+    """Bytes that a process can have: a share for each of the ranks on this machine, or its ulimit if that is lower."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     share = machine_memory() // ranks
     return share if soft == resource.RLIM_INFINITY else min(share, soft)

@@ -168,9 +168,9 @@ def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
 class Elementwise:
     """The base class of optimizers that treat each number of a parameter alone, so that ranks may hold any part of it.
 
-    A subclass has two methods. new_state(p) makes the tensors that it keeps of a parameter, by name; checkpoints and
-    the plan follow it. update(group, weights, grads, **state) makes a step, in place: it takes a list of tensors for
-    the weights, for the gradients and for each name of the state. group holds lr, betas and weight_decay.
+    A subclass has two methods. new_state(p) makes the tensors that it keeps of a parameter, by name. update(group,
+    weights, grads, **state) makes a step, in place: it takes a list of tensors for the weights, for the gradients and
+    for each name of the state. group holds lr, betas and weight_decay.
     """
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
@@ -204,8 +204,8 @@ class AdamW(Elementwise):
 
 
 class Balance(Elementwise):
-    """Moves the bias of each expert by cfg.balance_rate against the sign of its gradient, see model.LoadBalance. Loads
-    that are equal but for rounding move nothing."""
+    """Moves the bias of each expert by cfg.balance_rate against the sign of its gradient, see model.LoadBalance, unless
+    loads are equal but for rounding."""
 
     @staticmethod
     def new_state(p: Tensor) -> dict[str, Tensor]:
@@ -217,8 +217,7 @@ class Balance(Elementwise):
 
 
 class Average(Elementwise):
-    """Keeps an average of the weights, A = d A + (1 - d) W after each step, which begins as the initial weights. So it
-    is saved, divided and resumed as the state of an optimizer is."""
+    """Keeps an average of the weights, A = d A + (1 - d) W after each step, as the state of an optimizer."""
 
     @staticmethod
     def new_state(p: Tensor) -> dict[str, Tensor]:
@@ -246,11 +245,8 @@ def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
 
 
 class Optimizer:
-    """The optimizer of a run. A gradient scaler that finds an overflow skips all of its parts or none.
-
-    parts maps each optimizer to its peak learning rate, relative to cfg.learning_rate; None leaves it as it is. All
-    state exists from the start, so a checkpoint can be loaded into it in place.
-    """
+    """The optimizer of a run. parts maps each of its optimizers to its peak learning rate, relative to
+    cfg.learning_rate; None leaves it as it is. All state exists from the start, so a checkpoint is loaded in place."""
 
     def __init__(self, parts: dict[Elementwise | Muon, float]):
         self.parts = parts
@@ -281,7 +277,7 @@ class Optimizer:
 def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:
     """The optimizer that cfg.optimizer names, an entry of OPTIMIZER.
 
-    sharded says how ranks share the model. dtype is that of the run's matrix products.
+    sharded says how ranks share the model. dtype is that of matrix products.
     """
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}

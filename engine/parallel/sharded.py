@@ -68,8 +68,7 @@ def all_reduce_gradients(params: list[nn.Parameter], mesh: DeviceMesh, mean: boo
 
 
 class ShardedModel:
-    """This rank's shard of the model. Parameters keep their names; their values come from `init_weights`, `fill` or a
-    checkpoint."""
+    """This rank's shard of the model. Parameters keep their names, and have no values yet."""
 
     def __init__(self, cfg, ranks: Ranks):
         self.ranks = ranks
@@ -167,8 +166,7 @@ class ShardedModel:
     # ---- weights
 
     def part(self, name: str, x: Tensor) -> Part:
-        """x (the parameter `name`, or a tensor of its shape such as its momentum, or a number) as a part of the full
-        model's tensor. It shares the storage of x."""
+        """x, the parameter `name` or a part of its optimizer's state, as a part of the full model's; same storage."""
         mine = local(x.detach())
         if x.dim() == 0:
             return Part(mine, (), ())
@@ -204,8 +202,7 @@ class ShardedModel:
     # ---- one step
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a batch that this rank computes: all of it, or with cp two pieces of each sequence, whose
-        document numbers stay whole."""
+        """The part of a batch that this rank computes: with cp two pieces of each sequence, otherwise all of it."""
         if self.ranks.cp is None:
             return batch
         return {name: x if "doc" in name else local_pieces(x, self.ranks.cp) for name, x in batch.items()}
@@ -244,8 +241,7 @@ class ShardedModel:
         return loss
 
     def reduce_gradients(self):
-        """Average or sum the gradients that neither DDP nor FSDP reduces. Those of experts become means over all
-        data-parallel ranks."""
+        """Average or sum the gradients that neither DDP nor FSDP reduces."""
         mesh = self.ranks.mesh
         if grads := [local(p.grad) for p in self.divided if p.grad is not None]:
             torch._foreach_mul_(grads, 1 / self.ep)
@@ -277,8 +273,8 @@ class ShardedModel:
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
-        """The norms of the gradient (before `clip`) and of the weights of each block and of each part beside them, by
-        names such as grad_norm/blocks.0. It waits for the device. {} if ranks share the weights."""
+        """The norms of the gradient (before `clip`) and of the weights of each block and of each part beside them, such
+        as grad_norm/blocks.0. {} if ranks share the weights."""
         if self.divides:
             return {}
         params, grad_norms = self.grad_norms
@@ -302,8 +298,8 @@ class ShardedModel:
         return loss
 
     def routing_figures(self) -> dict[str, float]:
-        """How tokens were divided among the experts in the calls of `loss` since the last call, over all ranks: a
-        layer's largest load over its mean load, the share of experts without tokens, the mean entropy of p in nats."""
+        """How tokens were divided among the experts in the calls of `loss` since the last call: a layer's largest load
+        over its mean load, the share of experts without tokens, the mean entropy of p in nats."""
         if not self.routers:
             return {}
         here = dict(self.model.named_modules())  # without the layers of other stages
@@ -327,7 +323,7 @@ class ShardedModel:
     @torch.no_grad()
     def unequal_copies(self) -> str:
         """An error if ranks that hold copies of the same parameters have different ones, otherwise "". Every rank calls
-        it; each sends the sums of its parameters' bits."""
+        it, and sends the sums of its parameters' bits."""
         sums: dict = {}  # kind of share -> the sum of the bits of the parameters that ranks share so
         for name, p in self.model.named_parameters():
             bits = local(p).view(torch.int32).sum(dtype=torch.int64)
@@ -345,8 +341,8 @@ class ShardedModel:
             return ""
         unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in differing.items())
         return (
-            f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, "
-            "from which all ranks load the same, and if they differ again, replace the machines of these ranks"
+            f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, and if "
+            "they differ again, replace the machines of these ranks"
         )
 
     def mean(self, loss: Tensor) -> float:
