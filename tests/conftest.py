@@ -12,10 +12,12 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import brief
 import numpy as np
 import pytest
 import ranks
 import torch
+from brief import pytest_generate_tests  # noqa: F401
 from helpers import TINY
 from hypothesis import settings
 
@@ -50,10 +52,13 @@ def pytest_collection():
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of the tests with the marker gpu")
+    parser.addoption("--brief", action="store_true", help="a line for each kind of failure, the plainest test first")
 
 
 def pytest_configure(config):
     os.fsync = os.fstat  # fails too if the handle is closed, and does not wait: no test takes the power away
+    if config.option.brief:
+        config.pluginmanager.register(brief)
 
 
 @pytest.fixture
