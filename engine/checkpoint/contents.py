@@ -134,16 +134,10 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def own_part(x: Tensor | Part) -> Part:
-    """This rank's part of a tensor or DTensor, which shares its storage. A Part is returned as it is."""
+    """A Part as it is, or a whole tensor as one, which shares its storage."""
     if isinstance(x, Part):
         return x
-    x = x.detach()
-    if not hasattr(x, "placements"):
-        return Part(x, (0,) * x.dim(), tuple(x.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
-
-    _, offsets = place(x.shape, x.device_mesh, x.placements)
-    return Part(x.to_local(), tuple(offsets), tuple(x.shape))
+    return Part(x.detach(), (0,) * x.dim(), tuple(x.shape))
 
 
 def write(file: Path, parts: dict[str, Part], metadata: dict[str, str] | None = None) -> dict[str, dict]:

@@ -1,10 +1,8 @@
 """Writes checkpoints that survive a crash at any instant, and reads them without running code that they may hold.
 
 out_dir must be on a file system that all ranks share. It has a directory step_00001000 for each checkpoint, see
-contents.py, and the text files `latest` and `best` with the name of such a directory.
-
-A name that begins with `.tmp-` is of a directory that is not complete or is being deleted; the next save removes it.
-`step_*.old` exists only for the moment in which a step of the same number is replaced.
+contents.py, and the text files `latest` and `best` with the name of such a directory. What is not complete or is being
+deleted has a name with `.tmp-`, which the next save removes; `step_*.old` is a step that is being replaced.
 """
 
 import hashlib
@@ -40,13 +38,10 @@ def save(
     out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2,
     best: bool = False, group: dist.ProcessGroup | None = None,
 ):  # fmt: skip
-    """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`.
-
-    Every rank calls it with tensors or DTensors by name. Ranks may give different names; plain tensors of the same name
-    must be equal. Rank 0's `state`, with the keys of contents.STATE, is written. Of the steps up to this one, the
-    newest `keep_last` stay, and those that `latest` or `best` names. The collectives use `group`, by default all ranks.
-    Raises OSError on every rank if any rank cannot write; older checkpoints then stay.
-    """
+    """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`. Every rank calls it with
+    tensors by name, each a part or, equal on all ranks that have it, a whole one. Rank 0's `state`, see contents.STATE,
+    is written. Of the steps up to this one, the newest `keep_last` stay, and those that `latest` or `best` names. The
+    collectives use `group`, by default all ranks. OSError on every rank if one cannot write; older checkpoints stay."""
     final = Path(out_dir) / f"step_{step:08d}"
     partial_step = final.with_name(f".tmp-{final.name}")
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
@@ -118,8 +113,7 @@ def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "lat
             if path == failed:
                 raise
             failed = path
-    fact = f"{where} is saved to faster than it can be read"
-    raise OSError(f"{fact}; give the run that saves a larger --keep_last or --save_interval")
+    raise OSError(f"{where} is saved to faster than it can be read; give the run that saves a larger --keep_last")
 
 
 def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Saved]:
@@ -195,7 +189,7 @@ def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def _begin(partial_step: Path):
-    """Make this directory, after removing files of processes that were killed."""
+    """Make this directory, after removing what processes left that were killed."""
     out_dir = partial_step.parent
     out_dir.mkdir(parents=True, exist_ok=True)
     for old in list(out_dir.glob("step_*.old")):

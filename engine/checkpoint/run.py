@@ -100,8 +100,8 @@ def check_same_model(cfg, flags: dict, path: Path):
 
 
 def layout(cfg) -> dict[str, tuple]:
-    """The name of each parameter -> (its shape, the matrices that its rows belong to). If both are equal for two
-    configurations, each has the weights of the other."""
+    """The name of each parameter -> (its shape, the matrices that its rows belong to). Configurations of equal layouts
+    have each other's weights."""
     with torch.device("meta"):
         model = Model(cfg)
     found = {}
@@ -165,11 +165,9 @@ def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
 
 
 def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
-    """(since and read of the Loader of a run that goes on from this state, what has changed as lines for the user).
-
-    A source is known by its shards, and goes on behind what was read of it; a new or changed one begins. A best loss of
-    another evaluation is dropped from the state.
-    """
+    """(since and read of the Loader of a run that goes on from this state, what has changed as lines for the user). A
+    source is known by its shards, and goes on behind what was read of it; a new or changed one begins. A best loss of
+    another evaluation is dropped from the state."""
     stored = state["data"]
     place = {name: stored[name] for name in ("since", "read") if name in stored}
     notes = []

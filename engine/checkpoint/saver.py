@@ -31,8 +31,7 @@ class Checkpoints:
 
     With async_checkpoint, `save` returns when this rank's part of every tensor is copied to host memory, and a thread
     writes the copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait
-    for it. Its collectives use a process group of their own, because collectives of two threads must not mix. So the
-    timeout of the training loop's collectives does not apply to ranks that wait for a slow disk.
+    for it. Its collectives, of a process group of their own, mix with no others and wait longer for a slow disk.
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):

@@ -6,9 +6,7 @@
     read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote
     read("hf:DIR", action)                  # config.json and safetensors
 
-read calls action(found) with a Weights, and returns its result. In a program of one process:
-
-    path, model, tokenizer = alone("out/pycode", device, dtype, check)
+read calls action(found) with a Weights, and returns its result; `alone` is for a program of one process.
 """
 
 import re
@@ -70,9 +68,8 @@ class Weights:
 
 
 def read(where: str, action: Callable[[Weights], T]) -> T:
-    """action(found), where `found` are the weights that `where` names. Every rank calls it. For a run that saves
-    meanwhile, `action` may be called again, see checkpoint.read. Raises ValueError or OSError if the weights are absent
-    or damaged."""
+    """action(found), where `found` are the weights that `where` names. Every rank calls it. `action` may be called twice,
+    see checkpoint.read. ValueError or OSError if the weights are absent or damaged."""
     kind, colon, place = where.partition(":")
     if colon and kind in FOREIGN:
         return action(FOREIGN[kind](place))

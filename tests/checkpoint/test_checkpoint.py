@@ -22,14 +22,13 @@ import torch.distributed as dist
 from helpers import TINY, refused, tensors_in
 from ranks import exit_codes
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import sample
 import train
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.saver import Checkpoints
 from engine.metrics import Silent
+from engine.parallel.owners import Part
 from engine.parallel.ranks import Ranks, make_mesh
 
 SCALER = {
@@ -413,24 +412,19 @@ def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
         assert names(tmp_path) == left.get(step, ["latest", "step_00000003"])
 
 
-def part(whole, placements, mesh_shape, rank):
-    """What a rank holds: the dimensions of the mesh, outermost first, each cut what the one before it left."""
-    for placement, pieces, at in zip(placements, mesh_shape, np.unravel_index(rank, mesh_shape), strict=True):
-        if placement.is_shard():
-            rows = -(-whole.size(placement.dim) // pieces)  # the last pieces are smaller, or empty
-            whole = whole.narrow(placement.dim, *span(at * rows, (at + 1) * rows, whole.size(placement.dim)))
-    return whole.clone()
-
-
-def span(start, end, size):
-    """(start, length) of start .. end, as far as it lies within 0 .. size."""
-    return min(start, size), min(end, size) - min(start, size)
-
-
-def sharded(whole, placements, mesh_shape, rank):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    local = part(whole, placements, mesh_shape, rank)
-    return DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
+def part(whole, layout, rank):
+    """What a rank holds. A layout has for each dimension of the mesh, outermost first, the dimension that it cuts, None
+    for copies, and how many ranks there are; each cuts what the one before it left."""
+    tensor, offsets = whole, [0] * whole.dim()
+    places = np.unravel_index(rank, [ranks for _, ranks in layout])
+    for (dim, ranks), at in zip(layout, places, strict=True):
+        if dim is not None:
+            size = tensor.size(dim)
+            rows = -(-size // ranks)  # the last pieces are smaller, or empty
+            start = min(int(at) * rows, size)
+            tensor = tensor.narrow(dim, start, min(rows, size - start))
+            offsets[dim] += start
+    return Part(tensor.clone(), tuple(offsets), tuple(whole.shape))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -471,23 +465,17 @@ WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of 
     "0x3": torch.zeros(0, 3),
 }
 LAYOUTS = {  # name -> how four ranks share it; tensor parallel outside of FSDP, as train.py does, and others
-    "rows_rows": ([Shard(0), Shard(0)], (2, 2)),
-    "columns_rows": ([Shard(1), Shard(0)], (2, 2)),
-    "copies_rows": ([Replicate(), Shard(0)], (2, 2)),
-    "rows_copies": ([Shard(0), Replicate()], (2, 2)),
-    "copies_copies": ([Replicate(), Replicate()], (2, 2)),
-    "rows_copies_rows": ([Shard(0), Replicate(), Shard(0)], (2, 1, 2)),
-    "columns_copies_rows": ([Shard(1), Replicate(), Shard(0)], (2, 2, 1)),
-    "rows": ([Shard(0)], (4,)),
-    "columns": ([Shard(1)], (4,)),
+    "rows_rows": [(0, 2), (0, 2)],
+    "columns_rows": [(1, 2), (0, 2)],
+    "copies_rows": [(None, 2), (0, 2)],
+    "rows_copies": [(0, 2), (None, 2)],
+    "copies_copies": [(None, 2), (None, 2)],
+    "rows_copies_rows": [(0, 2), (None, 1), (0, 2)],
+    "columns_copies_rows": [(1, 2), (None, 2), (0, 1)],
+    "rows": [(0, 4)],
+    "columns": [(1, 4)],
 }
-OTHER_LAYOUTS = [
-    ([Shard(0)], (2,)),
-    ([Shard(1)], (2,)),
-    ([Replicate()], (2,)),
-    ([Shard(0), Shard(0)], (2, 1)),
-    ([Shard(1), Shard(0)], (1, 2)),
-]
+OTHER_LAYOUTS = [[(0, 2)], [(1, 2)], [(None, 2)], [(0, 2), (0, 1)], [(1, 1), (0, 2)]]
 
 
 def every_layout():
@@ -502,31 +490,29 @@ def every_layout():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchronous):
-    import torch._dynamo  # noqa: F401  DTensor needs it, and each forked rank would import it again
-
     cases = every_layout()
     wholes = {name: whole for name, (whole, _) in cases.items()} | {"plain": torch.arange(5000.0)}
     path = tmp_path / "run" / step_name(1)
 
     def write(rank):
         saver = checkpoints(tmp_path / "run", asynchronous)
-        tensors = {name: sharded(whole, *layout, rank) for name, (whole, layout) in cases.items()}
+        tensors = {name: part(whole, layout, rank) for name, (whole, layout) in cases.items()}
         tensors |= {"plain": wholes["plain"].clone(), f"rng.{rank}": torch.full((2,), rank)}
         saver.save(1, tensors, STATE, False)
         for tensor in tensors.values() if asynchronous else ():  # training goes on
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
+            getattr(tensor, "tensor", tensor).add_(1)
             dist.all_reduce(torch.ones(1))
         saver.wait()
 
     def read(rank):
         right = []
-        for placements, mesh_shape in OTHER_LAYOUTS:
-            fits = {name: w for name, w in wholes.items() if w.dim() > max(getattr(p, "dim", -1) for p in placements)}
+        for layout in OTHER_LAYOUTS:
+            fits = {name: w for name, w in wholes.items() if w.dim() > max(dim or 0 for dim, _ in layout)}
             for source in (path, tmp_path / "single" / step_name(1)):
-                expected = {name: part(whole, placements, mesh_shape, rank) for name, whole in fits.items()}
-                loaded = {name: sharded(torch.zeros_like(w), placements, mesh_shape, rank) for name, w in fits.items()}
+                expected = {name: part(whole, layout, rank).tensor for name, whole in fits.items()}
+                loaded = {name: part(torch.zeros_like(whole), layout, rank) for name, whole in fits.items()}
                 load(source, loaded)
-                right.append(same({name: tensor.to_local() for name, tensor in loaded.items()}, expected))
+                right.append(same({name: each.tensor for name, each in loaded.items()}, expected))
         return right
 
     on_ranks(4, write, tmp_path)
@@ -635,15 +621,13 @@ def test_files_of_another_step_are_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_all_ranks_refuse_a_piece_that_one_of_them_reads_changed(tmp_path):
-    import torch._dynamo  # noqa: F401
-
     whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
 
     def write(rank):
-        save(tmp_path, 1, {"w": sharded(whole, [Shard(0)], (2,), rank), f"rng.{rank}": torch.ones(3)})
+        save(tmp_path, 1, {"w": part(whole, [(0, 2)], rank), f"rng.{rank}": torch.ones(3)})
 
     def read(rank):
-        return message(ValueError, load, path, {"w": sharded(0 * whole, [Shard(0)], (2,), rank)})
+        return message(ValueError, load, path, {"w": part(0 * whole, [(0, 2)], rank)})
 
     on_ranks(2, write, tmp_path)
     halves = {("w", (500 * i, 0)): hashlib.sha256(half.numpy()).hexdigest() for i, half in enumerate(whole.split(500))}
