@@ -68,8 +68,8 @@ class Weights:
 
 
 def read(where: str, action: Callable[[Weights], T]) -> T:
-    """action(found), where `found` are the weights that `where` names. Every rank calls it. `action` may be called twice,
-    see checkpoint.read. ValueError or OSError if the weights are absent or damaged."""
+    """action(found), where `found` are the weights that `where` names. Every rank calls it. `action` may be called
+    twice, see checkpoint.read. ValueError or OSError if the weights are absent or damaged."""
     kind, colon, place = where.partition(":")
     if colon and kind in FOREIGN:
         return action(FOREIGN[kind](place))
