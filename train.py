@@ -247,16 +247,10 @@ class Run:
             return
         self.checkpoints.wait()
         first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
-        saved = self.checkpoints.last_written_step
-        kept = f"the checkpoint of step {saved} is good"
-        if saved is None:
-            kept = "nothing is saved yet"
-        elif saved == self.checkpoints.diverged_step:
-            kept = f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
         self.checkpoints.fail(
             f"the loss or its gradient is not finite at step {bad} (samples {first} to "
-            f"{first + self.cfg.samples(bad) - 1}); {kept}; lower --learning_rate, or leave such steps out with "
-            "--skip_nonfinite=True"
+            f"{first + self.cfg.samples(bad) - 1}); {self.checkpoints.known_of_last(bad)}; lower --learning_rate, or "
+            "leave such steps out with --skip_nonfinite=True"
         )
 
     def save(self, is_best: bool):

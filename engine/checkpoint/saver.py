@@ -55,6 +55,17 @@ class Checkpoints:
         self.best_loss = val_loss
         return True
 
+    def known_of_last(self, bad: int) -> str:
+        """What is known of the last checkpoint if the loss or its gradient at step `bad` is not finite."""
+        saved = self.last_written_step
+        if saved is None:
+            return "nothing is saved yet"
+        if saved == self.diverged_step:
+            return f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
+        if saved == bad:
+            return f"the checkpoint of step {saved} has the weights of this step, so go back to one before it"
+        return f"the checkpoint of step {saved} is good"
+
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
         """Save a checkpoint, after the previous checkpoint is written; `is_best`: its loss is the lowest so far."""
         self.wait()

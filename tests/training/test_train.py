@@ -530,8 +530,9 @@ def test_a_checkpoint_whose_own_loss_is_not_finite_is_not_called_good(run, monke
     assert (tmp_path / "bad" / "latest").exists() and not (tmp_path / "bad" / "best").exists()
 
 
-def test_not_finite_loss_stops(run, monkeypatch, capsys, tmp_path):
-    """The line names step and samples; the last good checkpoint stays the latest one, with finite weights."""
+@pytest.mark.parametrize("saved, known", [(20, "of step 20 is good"), (25, "of step 25 has the weights of this step")])
+def test_not_finite_loss_stops(run, monkeypatch, capsys, tmp_path, saved, known):
+    """The line names step and samples; the last checkpoint stays the latest one, with finite weights."""
     plain, calls = model.Model.loss, []
 
     def loss(self, x, targets):
@@ -541,12 +542,12 @@ def test_not_finite_loss_stops(run, monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(model.Model, "loss", loss)
     with pytest.raises(SystemExit) as stop:
-        run(out="bad")
+        run(f"--save_interval={saved}", out="bad")
     assert stop.value.code == 1
     net, state = load(tmp_path / "bad")
-    assert state["step"] == 20 and all(p.isfinite().all() for p in net.parameters())
+    assert state["step"] == saved and all(p.isfinite().all() for p in net.parameters())
     message = capsys.readouterr().err
-    assert "step 25 " in message and "samples 200 to 207" in message and "--skip_nonfinite=True" in message
+    assert "step 25 (samples 200 to 207)" in message and known in message and "--skip_nonfinite=True" in message
     assert "Traceback" not in message and len(message.strip().splitlines()) == 1
 
 
