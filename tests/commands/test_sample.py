@@ -313,20 +313,6 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
     assert found["loss"] == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "objective,flags,fragments",
-    [
-        ("trained", ["--score=empty.txt"], ["score=empty.txt is empty"]),
-        ("trained", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 (command line) is used only with score=''"]),
-        ("trained", ["--score=nul.py", "--start=a"], ["start=a (command line)", "score is nul.py"]),
-        ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
-    ],
-    ids=str,
-)
-def test_scores_that_cannot_be(refused_beside_files, objective, flags, fragments):
-    refused_beside_files(objective, flags, fragments)
-
-
 # ---- blanks
 
 
@@ -414,24 +400,18 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
         ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["more blanks than the model knows, 5; fill"]),
         ("seq2seq", ["--start=\ud800"], ["has no blank"]),
         ("trained", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
+        ("trained", ["--score=empty.txt"], ["score=empty.txt is empty"]),
+        ("trained", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 (command line) is used only with score=''"]),
+        ("trained", ["--score=nul.py", "--start=a"], ["start=a (command line)", "score is nul.py"]),
+        ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
     ],
     ids=ascii,
 )
-def test_blanks_that_cannot_be_filled(refused_beside_files, objective, flags, fragments):
-    refused_beside_files(objective, flags, fragments)
-
-
-@pytest.fixture
-def refused_beside_files(request, capfd, files, monkeypatch):
-    """refused_beside_files("trained", flags, fragments) runs sample.py in the folder `files`; it refuses the flags."""
-
-    def call(run: str, flags: list[str], fragments: list[str]):
-        out = request.getfixturevalue(run)
-        monkeypatch.chdir(files)
-        error = refused(sample.main, [f"--out_dir={out}", "--device=cpu", *flags], capfd)
-        assert all(fragment in error for fragment in fragments), error
-
-    return call
+def test_what_a_model_cannot_do(request, capfd, files, monkeypatch, objective, flags, fragments):
+    out = request.getfixturevalue(objective)
+    monkeypatch.chdir(files)
+    error = refused(sample.main, [f"--out_dir={out}", "--device=cpu", *flags], capfd)
+    assert all(fragment in error for fragment in fragments), error
 
 
 @pytest.fixture(scope="module")
