@@ -163,13 +163,10 @@ def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
         ({"transformer.h.1.ln_2.bias": None}, {}, ["transformer.h.1.ln_2.bias", "absent", "(12,)"]),
         ({"transformer.h.0.mlp.c_fc.weight": torch.zeros(3, 12)}, {}, ["h.0.mlp.c_fc.weight", "(3, 12)", "(48, 12)"]),
         ({"lm_head.weight": torch.zeros(11, 12)}, {}, ["lm_head.weight", "transformer.wte.weight"]),
-        ({}, {"bias": False}, ["bias"]),
         ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
         ({}, {"n_layer": 3}, ["transformer.h.2.ln_1.weight", "absent"]),
         ({}, {"n_layer": True}, ["n_layer = True", "int"]),
-        ({}, {"vocab_size": 2**31}, ["vocab_size=2147483648", "below 2147483648"]),
         ({}, {"n_embd": torch.zeros(2)}, ["n_embd = tensor"]),
-        ({}, {"dropout": math.nan}, ["dropout = nan"]),
     ],
 )
 def test_refuses_by_name(change, args, words):
@@ -182,17 +179,14 @@ def test_refuses_by_name(change, args, words):
 WPE = torch.arange(96.0).reshape(8, 12)  # of the shape that the model asks for
 STRANGE = {
     "integers": lambda: WPE.long(),
-    "complex": lambda: WPE.to(torch.complex64),
     "float8": lambda: WPE.to(torch.float8_e4m3fn),
     "meta": lambda: WPE.to("meta"),
     "quantized": lambda: torch.quantize_per_tensor(WPE, 1.0, 0, torch.qint8),
     "sparse": lambda: WPE.to_sparse(),
     "expanded": lambda: torch.zeros(1).expand(2**31 - 1, 12),
     "nested": lambda: torch.nested.nested_tensor([torch.zeros(8, 12)]),
-    "without axes": lambda: torch.tensor(1.0),
     "NaN": lambda: WPE.where(WPE > 3, math.nan),
     "too large": lambda: WPE.double() * 1e300,
-    "a list": lambda: [1.0],
 }
 
 
@@ -251,17 +245,10 @@ def test_runs_no_code_and_names_the_file(tmp_path):
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("notes.txt", "hello")
     refused("another kind")
-    file.write_bytes(b"\x00garbage" * 9)
-    refused("")
     file.write_bytes(b"")
     refused("")
-    write(file)
-    file.write_bytes(file.read_bytes()[:-500])
-    refused("another kind")
     write(file, config=None)
     refused("config")
-    write(file, model=[torch.zeros(2)])
-    refused("no nanoGPT checkpoint")
     torch.save([1, 2], file)
     refused("no nanoGPT checkpoint")
     with pytest.raises(FileNotFoundError, match="ckpt.pt that nanoGPT"):

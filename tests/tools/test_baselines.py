@@ -149,9 +149,8 @@ def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--steps=29"], ["steps=29"]), (["--out= "], ["out=' '"]), (["--seeds=0"], ["seeds=0", "at least 1"]),
-        (["--jobs=0"], ["jobs=0"]), (["--common=--n_head=5"], ["common=--n_head=5"]), (["--step=3"], ["step"]),
-        (["--common=--muon_lr=0.1"], ["--muon_lr=0.1", "leave it out"]),
+        (["--steps=29"], ["steps=29"]), (["--seeds=0"], ["seeds=0", "at least 1"]),
+        (["--common=--n_head=5"], ["common=--n_head=5"]), (["--common=--muon_lr=0.1"], ["muon_lr; leave it out"]),
     ],
 )  # fmt: skip
 def test_bad_flags(flags, said, tmp_path, capsys):
