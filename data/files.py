@@ -31,6 +31,7 @@ FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # ma
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SPLITS = ("train", "val")
+NO_FSYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}  # of file systems that cannot sync a folder
 LARGEST_JSON = 2**28  # bytes, enough for the records of a million shards
 
 
@@ -206,6 +207,9 @@ def fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise
     finally:
         os.close(handle)
 

@@ -332,7 +332,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
         "--corrupt_ratio=0.2 --objective=seq2seq": "corrupt_ratio=0.2 has no effect on dataset=",
         f"--dataset={out}:0.5,{tiny_data}:0.5": "mixes data of different kinds",
         f"--dataset={tiny_data} --pairs=True": "has no mask of targets; prepare it with --pairs",
-        "--block=superblock --layer=c.joint_slots,p --pos=rope": "doc_mask=True with pos=rope",
+        "--block=superblock --layer=c.joint_slots,p --pos=rope --block_size=24": "doc_mask=True",
     }.items():
         assert words in refused(train.main, [*flags, *more.split()], capsys)
 
@@ -415,7 +415,7 @@ def test_answers_need_pairs(trained, translators, capsys, tmp_path):
     assert "needs pairs, and dataset=" in refused(evaluate.main, flags, capsys)
     assert f"{tmp_path}: Not a regular file" in refused(evaluate.main, [*flags[:-1], f"--answers={tmp_path}"], capsys)
     flags = [f"--out_dir={translators / 'causal'}", "--answers=x", "--file=y"]
-    assert "file is y" in refused(evaluate.main, flags, capsys)
+    assert "here file=y" in refused(evaluate.main, flags, capsys)
 
 
 def test_numbers_in_words(tmp_path):

@@ -1,12 +1,15 @@
 """Shards compared with bytes written by hand, and all kinds of damage to a file."""
 
+import errno
 import hashlib
 import json
 import os
 import pickle
+import stat
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -456,6 +459,20 @@ def test_a_file_is_written_at_its_own_name_only(tmp_path):
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         files.write_file(tmp_path / "mine", b"new")
     assert (tmp_path / "mine").read_text() == "mine" and len(os.listdir(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def only_files(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match="Input/output error"):
+        assert read_all(open_data(prepare(tmp_path)).split("train")) == list(range(200))
 
 
 def test_a_read_asks_for_no_more_memory_than_the_file_has(tmp_path):
