@@ -1074,7 +1074,9 @@ def readers_of(cfg: ModelConfig, layer: int, string: str = "") -> list[Sum]:
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
     """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
-    return {"cross": CrossAttention(cfg, layer)} if cfg.objective == "seq2seq" else {}
+    if cfg.objective != "seq2seq":
+        return {}
+    return {"cross": CrossAttention(cfg, layer)}
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
@@ -1177,8 +1179,11 @@ class Model(Stack):
         self.n_targets = None
         self.tie()
         check_initial(self)
-        if not self.wte.weight.is_meta:
-            self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
+        if self.wte.weight.is_meta:
+            return
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        self.init_weights(seed)
 
     def tie(self):
         """Make head and embedding one parameter again. Call it after parameters were replaced."""
@@ -1219,7 +1224,7 @@ class Model(Stack):
 
     def experts(self) -> list[Experts]:
         """The experts of all layers, those of the encoder last."""
-        return [m for m in self.modules() if isinstance(m, Experts)] if self.cfg.n_expert else []
+        return [m for m in self.modules() if isinstance(m, Experts)]
 
     def encode(self, source: Maybe, docs: Maybe = None, starts: Maybe = None) -> Maybe:
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
@@ -1227,7 +1232,9 @@ class Model(Stack):
             raise ValueError(f"objective={self.cfg.objective} needs a source")
         if source is not None and self.encoder is None:
             raise ValueError(f"objective={self.cfg.objective} reads no source")
-        return None if source is None else self.hidden(source, docs=docs, starts=starts, stack=self.encoder)
+        if source is None:
+            return None
+        return self.hidden(source, docs=docs, starts=starts, stack=self.encoder)
 
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
@@ -1255,7 +1262,7 @@ class Model(Stack):
     ) -> Tensor:  # fmt: skip
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
         the cross-attention, (B, T, C)."""
-        stack = self if stack is None else stack
+        stack = stack or self
         x, t = self.embed(idx, start, docs)
         own = of_memory = None
         if docs is not None:

@@ -30,7 +30,9 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with x are computed."""
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
+    if autocast:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -61,7 +63,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if torch.is_grad_enabled():
             return RMSNormOfCPU.apply(x, weight, eps)
         if x.dtype == weight.dtype:  # few calls: their number limits the speed of decoding
-            n, length = x.size(-1), torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            n = x.size(-1)
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             length.hypot_(torch.scalar_tensor(math.sqrt(n * eps), dtype=x.dtype))
             return (x * weight).div_(length).mul_(math.sqrt(n))
     with keeping_dtype(x):
@@ -108,7 +111,8 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        half, y = x.size(-1) // 2, x * cos
+        half = x.size(-1) // 2
+        y = x * cos
         y[..., :half].addcmul_(x[..., half:], sin[:, :half])
         y[..., half:].addcmul_(x[..., :half], sin[:, half:])
         return y
@@ -121,7 +125,9 @@ class Rotation(torch.autograd.Function):
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (arXiv:2109.08668)."""
-    return SquaredReLU.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
+    if torch.is_grad_enabled():
+        return SquaredReLU.apply(x)
+    return F.relu(x).square_()
 
 
 class SquaredReLU(torch.autograd.Function):
@@ -146,8 +152,10 @@ def dropped(x: Tensor, p: float) -> Tensor:
     In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because Bernoulli draws
     take longer than a small model's matrix products.
     """
-    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, p) if p else x
+    if p == 0:
+        return x
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p)
     limit = min(round(p * 2**16), 2**16 - 1)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
@@ -190,7 +198,8 @@ def grouped_linear(
     those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). `loop` replaces
     linear_by_linear, which computes what PyTorch's kernel does not take."""
     dtype = matmul_dtype(x)
-    x, weight = x.to(dtype), weight.to(dtype)
+    x = x.to(dtype)
+    weight = weight.to(dtype)
     if dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:]):  # what PyTorch's kernel takes
         y = F.grouped_mm(x, weight.mT, offs=ends.to(torch.int32))
     elif not has_values(x):  # and so no groups
@@ -241,11 +250,13 @@ class Mask(NamedTuple):
     def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """lo and hi, each (T,), or (B, T) with docs."""
         i = torch.arange(S - T, S, device=device)
-        lo, hi = torch.zeros_like(i), torch.full_like(i, S)
+        lo = torch.zeros_like(i)
+        hi = torch.full_like(i, S)
         if self.causal:
             hi = i + 1
         if self.window:
-            lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)
+            lo = (i - self.window + 1).clamp(min=0)
+            hi = hi.minimum(i + self.window)
         if self.docs is not None:
             of_queries, of_keys = (docs.contiguous() for docs in self.docs[:2])
             lo = lo.maximum(torch.searchsorted(of_keys, of_queries))
@@ -275,14 +286,16 @@ def attention_kernel(
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
     """
-    past = S - T if mask.causal else 0  # keys before the first query
+    past = mask.causal and S > T  # whether there are keys before the first query
     if mapped or (dropout and device == "cpu"):
         return "naive"
     if mask.docs is None and not (slots or past or mask.window):
         return "full"
     known = mask.docs is None or len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16  # the second size of CUDA's grids
     if flash and known and not (slots and dropout):
-        return "joined" if slots else "flash" if mask.docs is None else "varlen"
+        if slots:
+            return "joined"
+        return "flash" if mask.docs is None else "varlen"
     if mask.docs is None and mask.window and mask.causal and not (slots or past):
         return "window"
     if mask.docs is None and device == "cpu" and not mask.window:
@@ -300,18 +313,15 @@ def attention(
     strip_attention, perhaps wrapped so that torch.compile leaves it out. phi(scores (..., T, S), n (..., T, 1)), where
     n is the number of keys that a query sees, replaces the softmax. It is 0 for large negative scores.
     """
-    strips = strip_attention if strips is None else strips
-    T, S = q.size(2), k.size(2)
+    strips = strips or strip_attention
+    T = q.size(2)
     if T == 1 and mask.causal:
-        if 0 < mask.window < S:
-            k, v = (x[:, :, -mask.window :] for x in (k, v))
-        S, docs = k.size(2), None
-        if mask.docs is not None:
-            of_queries, of_keys = mask.docs[:2]
-            docs = of_queries, of_keys[:, -S:]
-        mask = Mask(causal=False, docs=docs)
-    mask = mask._replace(window=mask.window if mask.window < S else 0)
-    device, scale = q.device.type, D**-0.5
+        k, v, mask = seen_by_the_last(k, v, mask)
+    S = k.size(2)
+    if mask.window >= S:
+        mask = mask._replace(window=0)
+    device = q.device.type
+    scale = D**-0.5
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
     mapped = softcap > 0 or phi is not None
     kernel = attention_kernel(mask, T, S, slots is not None, mapped, dropout, device, flash)
@@ -330,15 +340,25 @@ def attention(
         return JoinedAttention.apply(*given, *options, (flash_attention, flash_backward), *ends).to(v.dtype)
     if kernel == "joined":
         past = S - T if mask.causal else 0
-        always = [x[:, :, :past] for x in (k, v)]  # (B, Hkv, M + past, E)
+        always = [x[:, :, :past] for x in (k, v)]  # what all queries see, (B, Hkv, M + past, E)
         if slots is not None:
-            always = [torch.cat(pair, dim=2) for pair in zip(of_slots, always, strict=True)] if past else of_slots
+            always = [torch.cat(pair, dim=2) for pair in zip(of_slots, always, strict=True)]
         k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         given = (x.to(matmul_dtype(q)) for x in (q, k, v, *always))
         return JoinedAttention.apply(*given, scale, mask.causal).to(v.dtype)
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), slots, 128)
     return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
+
+
+def seen_by_the_last(k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
+    """The keys and values that the last query sees under a causal mask, and a mask for it without a limit."""
+    if mask.window:
+        k, v = (x[:, :, -mask.window :] for x in (k, v))
+    if mask.docs is None:
+        return k, v, Mask(causal=False)
+    of_queries, of_keys = mask.docs[:2]
+    return k, v, Mask(causal=False, docs=(of_queries, of_keys[:, -k.size(2) :]))
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -381,7 +401,8 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     def blocks(x: Tensor, first: int, width: int) -> Tensor:  # n-1 overlapping views -> ((n-1) B, heads, width, E)
         return x[:, :, first:].unfold(2, width, W).permute(2, 0, 1, 4, 3).flatten(0, 1)
 
-    i, j = torch.arange(W, device=q.device)[:, None], torch.arange(2 * W, device=q.device)
+    i = torch.arange(W, device=q.device)[:, None]
+    j = torch.arange(2 * W, device=q.device)
     band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
     rest = sdpa(blocks(q, W, W), blocks(k, 0, 2 * W), blocks(v, 0, 2 * W), attn_mask=band)
     rest = rest.view(n - 1, B, -1, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
@@ -401,7 +422,8 @@ def cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, z: Te
 
 def flash_layout(x: Tensor, ends: Tensor | None) -> Tensor:
     """x (B, H, T, E) as the flash operators take it: (B, T, H, E), or with documents (B T, H, E)."""
-    return x.transpose(1, 2) if ends is None else x.transpose(1, 2).flatten(0, 1)
+    x = x.transpose(1, 2)
+    return x if ends is None else x.flatten(0, 1)
 
 
 def flash_window(causal: bool, window: int) -> dict[str, int]:
@@ -414,10 +436,14 @@ def flash_attention(
     """CUDA's FlashAttention: the result (B, H, T, E), and the logs of the normalisers (B, H, T). The queries of a text,
     or of each document, are the last of its keys. ends_q and ends_k are `boundaries` of documents, or None; the second
     may be left out if it is the same."""
-    (B, H, T, E), S, ends_k = q.shape, k.size(2), ends_q if ends_k is None else ends_k
-    given = *(flash_layout(x, ends_q) for x in (q, k, v)), ends_q, ends_k, T, S, dropout, causal, False
+    B, H, T, E = q.shape
+    if ends_k is None:
+        ends_k = ends_q
+    given = *(flash_layout(x, ends_q) for x in (q, k, v)), ends_q, ends_k, T, k.size(2), dropout, causal, False
     y, z, *_ = torch.ops.aten._flash_attention_forward(*given, scale=scale, **flash_window(causal, window))
-    return y.view(B, T, H, E).transpose(1, 2), z if ends_q is None else z.view(H, B, T).transpose(0, 1)
+    if ends_q is not None:
+        z = z.view(H, B, T).transpose(0, 1)
+    return y.view(B, T, H, E).transpose(1, 2), z
 
 
 def flash_backward(
@@ -425,10 +451,12 @@ def flash_backward(
     ends_q=None, ends_k=None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k and v, given the result y and the logs z of the normalisers, without dropout."""
-    T, S, ends_k = q.size(2), k.size(2), ends_q if ends_k is None else ends_k
+    if ends_k is None:
+        ends_k = ends_q
     z = z.contiguous() if ends_q is None else z.transpose(0, 1).flatten(1)
-    given, unused = [flash_layout(x, ends_q) for x in (grad, q, k, v, y)], z.new_empty(2, dtype=torch.uint64)
-    given += [z, ends_q, ends_k, T, S, 0.0, causal, unused, unused]
+    unused = z.new_empty(2, dtype=torch.uint64)
+    given = [flash_layout(x, ends_q) for x in (grad, q, k, v, y)]
+    given += [z, ends_q, ends_k, q.size(2), k.size(2), 0.0, causal, unused, unused]
     grads = torch.ops.aten._flash_attention_backward(*given, scale=scale, **flash_window(causal, window))
     return [dx.view(len(x), x.size(2), x.size(1), -1).transpose(1, 2) for dx, x in zip(grads, (q, k, v), strict=True)]
 
@@ -453,7 +481,8 @@ class JoinedAttention(torch.autograd.Function):
         if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
             y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total, *ends)
-        ctx.kernels, ctx.options = kernels, (scale, causal, window)
+        ctx.kernels = kernels
+        ctx.options = scale, causal, window
         return y
 
     @staticmethod
@@ -477,21 +506,30 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
         slots = tuple(x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
 
     def strip(q: Tensor, k: Tensor, v: Tensor, i: int, first: int) -> Tensor:  # queries i ... and keys first ...
-        end, M = i + q.size(2), 0
+        end = i + q.size(2)
         j = torch.arange(first, first + k.size(2), device=q.device)
         seen = ((j >= lo[..., i:end, None]) & (j < hi[..., i:end, None])).view(-1, 1, end - i, len(j))
         if slots is not None:
-            k, v, M = torch.cat((slots[0], k), dim=2), torch.cat((slots[1], v), dim=2), slots[0].size(2)
-        return attend(q, k, v, attn_mask=F.pad(seen, (M, 0), value=True))
+            k = torch.cat((slots[0], k), dim=2)
+            v = torch.cat((slots[1], v), dim=2)
+            seen = F.pad(seen, (slots[0].size(2), 0), value=True)
+        return attend(q, k, v, attn_mask=seen)
 
     out = []
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        first = max(0, S - T + i - W + 1) if W else 0
-        last = S - T + end if mask.causal else min(S, S - T + end + W - 1) if W else S
+        first = 0
+        last = S
+        if W:
+            first = max(0, S - T + i - W + 1)
+            last = min(S, S - T + end + W - 1)
+        if mask.causal:
+            last = S - T + end
         given = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
-        recompute = torch.is_grad_enabled() and T > rows
-        out.append(checkpoint(strip, *given, use_reentrant=False) if recompute else strip(*given))
+        if torch.is_grad_enabled() and T > rows:
+            out.append(checkpoint(strip, *given, use_reentrant=False))
+        else:
+            out.append(strip(*given))
     return torch.cat(out, dim=2)
 
 
@@ -502,11 +540,17 @@ def naive_attention(
     attn_mask is boolean and broadcasts to (B, H, T, S). Each weight of each head is dropped by itself, after the
     softmax has normalised them all."""
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
-    k, v = k[:, :, None], v[:, :, None]  # (B, Hkv, 1, s, E)
-    scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT if cap else q @ k.mT
-    wide, unseen = at_least_float32(scores.flatten(1, 2)), -math.inf if phi is None else -1e9  # gelu(-inf) is nan
-    wide = wide + torch.where(attn_mask, 0.0, unseen)
-    weights = phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype)) if phi else wide.softmax(-1)
+    k = k[:, :, None]  # (B, Hkv, 1, s, E)
+    v = v[:, :, None]
+    scores = q @ k.mT
+    if cap:
+        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
+    wide = at_least_float32(scores.flatten(1, 2))
+    if phi is None:
+        weights = wide.where(attn_mask, -math.inf).softmax(-1)
+    else:  # gelu(-inf) is nan
+        wide = wide + torch.where(attn_mask, 0.0, -1e9)
+        weights = phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
     weights = dropped(weights.to(v.dtype), dropout)  # (B, H, t, s)
     return (weights.unflatten(1, scores.shape[1:3]) @ v).flatten(1, 2)  # (B, H, t, E)
 
@@ -563,8 +607,11 @@ def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
     """Number of tokens whose logits exist at once in the loss: `chunk`, or if it is 0, as many as fit in 1 GiB of
     float32 on a GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere. In 16 bits, the logits and their gradient
     together take as many bytes; a compiled chunk keeps nothing else."""
-    fit = max(1, 2 ** (28 if device.type == "cuda" else 25) // vocab_size)
-    return chunk or (fit if fit < 128 else fit // 128 * 128)  # matmuls are faster with multiples of 128
+    numbers = 2**28 if device.type == "cuda" else 2**25
+    fit = max(1, numbers // vocab_size)
+    if fit > 128:
+        fit = fit // 128 * 128  # matmuls are faster with multiples of 128
+    return chunk or fit
 
 
 def equal_rows(n: int, most: int) -> int:
@@ -591,16 +638,21 @@ def chunk_loss(
     logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
-    valid, index = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    valid = (targets >= 0)[:, None]
+    index = targets.clamp(min=0)[:, None]
     z = capped(at_least_float32(logits), softcap)
     log_p = z.log_softmax(-1)
     total = -(log_p.gather(1, index) * valid).sum()
     if not gradient:
         return total, None
-    log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True) if z_loss else 0.0
-    p, slope = log_p.exp_(), 1 - (z / softcap).square() if softcap > 0 else 1.0
+    slope = 1.0
+    if softcap > 0:
+        slope = 1 - (z / softcap).square()
     if z_loss:
-        p = p.mul_(1 + 2 * z_loss * log_normaliser)
+        log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True)
+        p = log_p.exp_().mul_(1 + 2 * z_loss * log_normaliser)
+    else:
+        p = log_p.exp_()
     if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
         p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:
@@ -620,7 +672,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         softcap, chunk, of_chunk, gradient = options
         dtype = matmul_dtype(x)
         wide = torch.promote_types(weight.dtype, torch.float32)  # for the sums over chunks, where FSDP gathers 16 bits
-        dx, dW = (torch.empty_like(x), torch.empty_like(weight, dtype=wide)) if gradient else (None, None)
+        dx = dW = None
+        if gradient:
+            dx = torch.empty_like(x)
+            dW = torch.empty_like(weight, dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

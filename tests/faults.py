@@ -8,8 +8,8 @@ drafted from the code alone, before the tests were written that close the gaps t
 FAULTS = [
     (
         "ops.py",
-        "lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window)",
-        "lo, hi = (i - self.window + 1).clamp(min=0), hi.minimum(i + self.window + 1)",
+        "hi = hi.minimum(i + self.window)",
+        "hi = hi.minimum(i + self.window + 1)",
         "Sliding windows that look both ways (masked models, encoders) see one key too many behind the query.",
         "tests/model/test_model.py::test_attention_equals_naive_attention_under_every_mask",
     ),
@@ -433,8 +433,8 @@ FAULTS = [
     ),
     (
         "ops.py",
-        "wide = wide + torch.where(attn_mask, 0.0, unseen)",
-        "wide = wide + ~attn_mask * unseen",
+        "weights = wide.where(attn_mask, -math.inf).softmax(-1)",
+        "weights = (wide + ~attn_mask * -math.inf).softmax(-1)",
         "Masks are 0 * -inf, which is NaN.",
         "tests/model/test_mistakes.py::test_padding_makes_no_nan",
     ),
