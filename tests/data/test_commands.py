@@ -70,7 +70,6 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("some words\nof text\n" * 9)
     (tmp_path / "BINARY").write_bytes(bytes(range(128, 256)))
-    (tmp_path / "FOLDER").mkdir()
     os.mkfifo("FIFO")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("SOCKET")
