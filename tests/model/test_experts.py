@@ -13,7 +13,7 @@ from data.objective import open_with_objective
 from engine.optim import Balance
 from engine.plan.accounting import flops, n_read
 from flags import READER
-from model import MLP, MLP_KIND, Experts, Inputs, Model, ModelConfig, try_flags
+from model import MLP_KIND, Experts, Inputs, Model, ModelConfig, try_flags
 
 E, WIDTH = 6, 40  # experts, and hidden units of each
 SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=E)
@@ -109,18 +109,6 @@ def test_experts_are_a_loop_over_tokens(router, active, mlp):
     assert_same(m(x, Inputs()), by_token(m, mlp, x), leaves | {"x": x}, EXACT)
 
 
-def test_all_experts_with_equal_weights_are_a_dense_mlp():
-    """With the MLP's hidden units divided among them, and outputs times their number."""
-    m = experts(n_expert_active=E)
-    dense = MLP(ModelConfig(**SIZE | {"n_expert": 0}, mlp_ratio=E * WIDTH / C), 0).double()
-    with torch.no_grad():
-        m.router.weight.zero_()
-        dense.up.weight.copy_(m.up.weight.flatten(0, 1))
-        dense.down.weight.copy_(m.down.weight.transpose(0, 1).flatten(1) / E)
-    x = stream()
-    assert torch.allclose(m(x, Inputs()), dense(x, Inputs()), atol=1e-12)
-
-
 @pytest.mark.parametrize("ends", [[7, 7, 20, 24], [0, 0, 24, 24], [24] * 4])
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 16), (torch.float32, 17), (torch.bfloat16, 16)])
 def test_grouped_products_are_those_of_each_group(ends, dtype, width):
@@ -194,38 +182,6 @@ def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data)
         assert torch.allclose(total(*layout), exact, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_training_leaves_a_collapsed_router_only_with_the_bias(router):
-    """All tokens read expert 0 at first, so its load is 3 times the mean of six, the most that is possible. After 100
-    steps on the outputs of another network, it is below 2 with biases, and otherwise above 2.5."""
-    found = {}
-    for balance in ("bias", "none"):
-        m = experts(router=router, router_balance=balance, bias=True)
-        with torch.no_grad():
-            m.router.weight.mul_(0.1)
-            m.router.bias.zero_()[0] = 2.0
-            torch.manual_seed(0)
-            x = torch.randn(4, 64, C, dtype=torch.float64)
-            y = nn.Sequential(nn.Linear(C, 64), nn.ReLU(), nn.Linear(64, C)).double()(x)
-        optimizers = [torch.optim.Adam([p for name, p in m.named_parameters() if name != "balance.bias"], lr=1e-3)]
-        if m.balance:
-            m.balance.bias.data.zero_()
-            optimizers.append(Balance([{"params": [m.balance.bias]}], 0.01, ()))
-        found[balance] = []
-        for step in range(101):
-            loss = F.mse_loss(m.train(step % 100 != 0)(x, Inputs()), y)
-            if step % 100 == 0:  # in eval mode, which notes the loads
-                load = m.routing.sum(0)[:-1]
-                found[balance].append((loss.item(), (load.max() / load.mean()).item()))
-            m.zero_grad()
-            loss.backward()
-            for each in optimizers:
-                each.step()
-    for (before, collapsed), (after, _) in found.values():
-        assert collapsed == 3.0 and after < before / 3  # both learn
-    assert found["bias"][1][1] < 2.0 and found["none"][1][1] > 2.5
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -260,7 +216,3 @@ def test_layers_of_experts():
     assert kinds(n_dense_layer=2) == ["D", "D", "E", "E", "E"]
     assert kinds(objective="seq2seq", n_encoder_layer=2, n_dense_layer=1) == ["D", *"EEEE", "D", "E"]
     assert kinds(block="superblock", layer="c,p;c,e/2+e/2") == ["D", "EE", "D", "EE", "D"]
-
-
-def test_a_layer_hands_experts_no_plain_linear():
-    assert not [m for m in Model(ModelConfig(**SIZE), seed=0).blocks.modules() if type(m) is nn.Linear]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_model import T as LENGTH
-from test_model import assert_same, beside, build, documents, leaves, naive_attention, tokens
+from test_model import assert_same, beside, build, documents, leaves, naive_attention, spy_on_kernels, tokens
 
 import ops
 from data.loader import document_starts
@@ -196,8 +196,7 @@ def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_models_compute_the_same(flash, monkeypatch, flags):
     """As in strips, with and without recomputation, which keeps what the kernel computes."""
-    answers, kernel = [], ops.attention_kernel
-    monkeypatch.setattr(ops, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
+    answers = spy_on_kernels(monkeypatch)
     ours = step(flags)
     assert set(answers) == ({"joined"} if "layer" in flags else {"varlen"})
     calls = len(flash.calls)

@@ -17,17 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TINY, figures
-from ranks import launch
+from test_model import check_decoding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
-from configurator import Config
 from engine import decode
-from engine.decode import generate
 from engine.parallel import pipeline
-from engine.parallel import ranks as parallel
 from engine.parallel import tensor as tensor_parallel
-from engine.parallel.sharded import ShardedModel
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
@@ -119,11 +115,7 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
     with torch.no_grad():
         before, after = net(idx), net(other)
         assert torch.equal(before[:, :9], after[:, :9]) and not torch.equal(before[:, 9:], after[:, 9:])
-        text = torch.stack(list(generate(net, idx[:, :4], 8, lambda logits: logits.argmax(-1))), dim=1)
-        expected = idx[:, :4]
-        for _ in range(8):
-            expected = torch.cat((expected, net(expected)[:, -1:].argmax(-1)), dim=1)
-        assert torch.equal(text, expected[:, 4:])
+        check_decoding(net, idx[:, :4], 8)
 
 
 SCRIPT = """
@@ -154,6 +146,7 @@ def runs(tiny_data, tmp_path_factory):
         "alone": (1, []), "half": (1, ["--max_iters=3", "--lr_decay_iters=6"]),
         "recomputed": (1, ["--activation_checkpoint=full"]), "tp": (2, ["--tp=2"]), "cp": (2, ["--cp=2"]),
         "fsdp": (2, ["--parallel=fsdp", "--activation_checkpoint=selective"]),
+        "macaron": (1, ["--block=macaron"]), "macaron, tp": (2, ["--block=macaron", "--tp=2"]),
     }  # fmt: skip
     each = {1: [], 2: []}
     for name, (size, more) in layouts.items():
@@ -177,47 +170,13 @@ def test_all_patches_together_train_on_every_layout(runs):
     assert len(whole) == 6 and losses("half") == whole  # resumed
     for name in ("recomputed", "tp", "cp", "fsdp"):
         assert np.allclose(losses(name), whole, rtol=1e-4, atol=0), name
+    assert np.allclose(losses("macaron, tp"), losses("macaron"), rtol=1e-4, atol=0) and losses("macaron") != whole
 
 
 def test_the_plan_counts_the_state_of_a_new_optimizer(runs):
     """As many bytes as parameters; AdamW would keep twice as many."""
     memory = {kind: float(re.search(rf"{kind} +([0-9.]+)", runs[1])[1]) for kind in ("parameters", "optimizer state")}
     assert memory["optimizer state"] == memory["parameters"] > 1.0
-
-
-def compare(sources: dict[str, str]):
-    """On each rank: the loss and the norm of the gradient of each variant, whole and cut into two."""
-    join = dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
-    torch.set_default_dtype(torch.float64)
-    for flag, source in sources.items():
-        lines = source.splitlines()
-        for each in new_definitions(source):
-            exec("\n".join(lines[each.lineno - 1 : each.end_lineno]), vars(model))  # in the modules that engine/ knows
-        name = FLAGS[flag]
-        entry = (model.NoEmbedding, model.LearnedSlopes) if flag == "pos" else model.macaron
-        (model.POSITION if flag == "pos" else model.BLOCK)[name] = entry
-        cfg = Config(
-            **SIZES, **{flag: name}, tp=2, device="cpu", dtype="float32", batch_size=2, gradient_accumulation_steps=1
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            idx = torch.randint(64, (2, 17))
-        batch = {"idx": idx[:, :-1], "targets": idx[:, 1:]}
-        whole = model.Model(cfg, cfg.seed)
-        expected = whole(**batch)
-        expected.backward()
-        norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
-        sharded = ShardedModel(cfg, parallel.join(cfg))
-        sharded.init_weights(cfg.seed)
-        loss = sharded.backward(iter([batch]), 1, torch.amp.GradScaler("cpu", enabled=False))
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
-        assert sharded.clip(0.0).item() == pytest.approx(norm.item(), rel=1e-9)
-
-
-def test_new_blocks_and_positions_work_under_tensor_parallelism(tmp_path):
-    (tmp_path / "ranks").mkdir()
-    launch(2, compare, tmp_path / "ranks", {flag: patched(tmp_path, i) for i, flag in ((1, "pos"), (2, "block"))})
 
 
 @pytest.mark.parametrize("role", [None, "mine"])
@@ -242,15 +201,6 @@ def test_a_scalar_without_a_role_is_refused_with_the_module_for_it():
         tensor_parallel.sharded_dim(net, "blocks.1.sums.0.attn.scale")
 
 
-def test_two_readers_of_one_name_are_refused(monkeypatch):
-    def twice(cfg, layer):
-        return [model.Sum(cfg, mlp=model.MLP(cfg, 0)) for _ in range(2)]
-
-    monkeypatch.setitem(model.BLOCK, "twice", twice)
-    with pytest.raises(ValueError, match="block=twice has two readers of one name: mlp, mlp"):
-        model.Model(model.ModelConfig(**SIZES, block="twice"))
-
-
 def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
     class Handing(model.Attention):
         def forward(self, x, inputs):
@@ -266,22 +216,16 @@ def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
             pipeline.keep_stages(net, stage, 2)
 
 
-def pool(cfg):
-    return {"mlp": model.MLP(cfg, 0)}
+def mlp(cfg, **options):
+    return model.Sum(cfg, mlp=model.MLP(cfg, 0), **options)
 
 
-@pytest.mark.parametrize(
-    ("sums", "said"),
-    [
-        (
-            lambda c, i: [model.Sum(c, gains={"mpl": 0.5}, **pool(c))],
-            r"gains=\{'mpl': 0.5\} must have the names of .*mlp",
-        ),
-        (lambda c, i: [model.Sum(c, before=model.Attention(c, i))], "a reader cannot have the name 'before'"),
-        (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers, sums\.0\.mlp; use Linear"),
-    ],
-    ids=["gain", "name", "linear"],
-)
+@pytest.mark.parametrize(("sums", "said"), [
+    (lambda c, i: [mlp(c), mlp(c)], "block=mine has two readers of one name: mlp, mlp"),
+    (lambda c, i: [mlp(c, gains={"mpl": 0.5})], r"gains=\{'mpl': 0.5\} must have the names of .*mlp"),
+    (lambda c, i: [model.Sum(c, before=model.Attention(c, i))], "a reader cannot have the name 'before'"),
+    (lambda c, i: [model.Sum(c, mlp=torch.nn.Linear(32, 32))], r"plain nn.Linear layers, sums\.0\.mlp; use Linear"),
+], ids=["twice", "gain", "name", "linear"])  # fmt: skip
 def test_mistakes_in_a_new_block_are_refused_by_name(sums, said, monkeypatch):
     monkeypatch.setitem(model.BLOCK, "mine", sums)
     with pytest.raises(ValueError, match=said):

@@ -7,13 +7,9 @@ import sys
 import pytest
 import torch
 from helpers import ROOT, refused
-from ranks import launch
 from torch import nn
 
 import model as M
-from configurator import Config
-from engine.parallel import ranks as parallel
-from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig
 
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 16, "block_size": 8, "vocab_size": 32}
@@ -130,22 +126,6 @@ def test_train_py_refuses_in_one_line(run, capsys):
     use("m.own = nn.Parameter(torch.rand(4))")
     line = refused(lambda flags: run(*flags), ["--max_iters=1", "--warmup_iters=0"], capsys)
     assert "blocks.0.sums.0.attn.own" in line
-
-
-def of_shards():
-    """On each rank: the shards that FSDP makes are parts of the whole model, own values too."""
-    use("m.own = nn.Parameter(torch.empty(4, 16)); m.initial = {'own': 0.5}; m.out.initial = {'weight': 0.0}")
-    cfg = Config(**SIZES, parallel="fsdp", device="cpu", dtype="float32", gradient_accumulation_steps=2)
-    whole = Model(cfg, cfg.seed).state_dict()
-    sharded = ShardedModel(cfg, parallel.join(cfg))
-    sharded.init_weights(cfg.seed)
-    for name, p in sharded.model.named_parameters():
-        assert torch.equal(p.full_tensor(), whole[name]), name
-    assert (whole["blocks.0.sums.0.attn.own"] == 0.5).all() and (whole["blocks.0.sums.0.attn.out.weight"] == 0).all()
-
-
-def test_shards_have_the_same_values(tmp_path):
-    launch(2, of_shards, tmp_path)
 
 
 def test_no_model_needs_the_compiler():
