@@ -140,7 +140,8 @@ class Family:
 
     def _mlp(self, keys: dict, C: int) -> dict:
         """The MLP or the experts; a width of null is 4 C."""
-        name, F = keys.pop(self.activation), keys.pop(self.width) or 4 * C
+        name = keys.pop(self.activation)
+        F = keys.pop(self.width) or 4 * C
         express(name in self.activations, f"{self.activation}={name!r:.80}, but only {', '.join(self.activations)}")
         experts = "num_experts_per_tok" in self.keys
         step = 8 if experts else 1
@@ -196,7 +197,9 @@ class Family:
 
 
 def heads(keys: dict, flags: dict) -> dict:
-    H, Hkv, D = flags["n_head"], keys.pop("num_key_value_heads"), keys.pop("head_dim") or 0
+    H = flags["n_head"]
+    Hkv = keys.pop("num_key_value_heads")
+    D = keys.pop("head_dim") or 0
     if D * H == flags["n_embd"]:
         D = 0
     if Hkv in (None, H):
@@ -205,7 +208,8 @@ def heads(keys: dict, flags: dict) -> dict:
 
 
 def bias(keys: dict, flags: dict) -> dict:
-    attention, mlp = keys.pop("attention_bias"), keys.pop("mlp_bias")
+    attention = keys.pop("attention_bias")
+    mlp = keys.pop("mlp_bias")
     express(attention == mlp, f"attention_bias={attention} with mlp_bias={mlp}, but only two equal values")
     return {"bias": attention}
 
@@ -237,7 +241,8 @@ def gemma3_windows(keys: dict, flags: dict) -> dict:
 
 def windows(keys: dict, flags: dict, slides: Callable[[int], bool]) -> dict:
     """window and window_pattern, from layer_types; if the file has none, slides(i) says which layers have a window."""
-    L, size = flags["n_layer"], keys.pop("sliding_window")
+    L = flags["n_layer"]
+    size = keys.pop("sliding_window")
     express(L < 2**12, f"a number of layers of {L}, but only one below 4096")
     types = keys.pop("layer_types") or [SLIDING if slides(i) else FULL for i in range(L)]
     known = len(types) == L and all(each in (SLIDING, FULL) for each in types)

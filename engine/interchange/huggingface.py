@@ -131,7 +131,7 @@ class Pretrained(Mapping[str, Tensor]):
             self._require(name in stored, f"{name} is absent, and should have the shape {shape}")
             found = stored[name].shape
             self._require(found == shape, f"{name} is {found}, and should be {shape}")
-        for name in stored.keys() - expected.keys():
+        for name in sorted(stored.keys() - expected.keys()):
             self._require(BUFFERS.fullmatch(name), f"{name!r:.80} is no weight of a model with these flags")
 
     def __iter__(self) -> Iterator[str]:
@@ -173,10 +173,10 @@ def read_hf(where: str | Path) -> Pretrained:
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(file)
-    kind, families = str(config.get("model_type")), FAMILIES | {"superblock": OWN}
+    kind = str(config.get("model_type"))
+    family = OWN if kind == "superblock" else FAMILIES.get(kind)
     fact = f"{file}: model_type={kind!r:.80} is not known"
-    require(kind in families, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
-    family = families[kind]
+    require(family, f"{fact}; give a model of one of these types: {', '.join(FAMILIES)}")
     try:
         flags = family.flags(config)
     except ValueError as error:

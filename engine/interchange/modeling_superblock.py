@@ -94,15 +94,9 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         return text.long()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values=None,
-        labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        cache=None,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values=None,
+        labels: Tensor | None = None, logits_to_keep: int | Tensor = 0, cache=None, **kwargs,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """input_ids (B, T) -> logits (B, T, V). attention_mask (B, past + T) is 0 where there is padding. The cache is
         called past_key_values before transformers 5.24."""
         model, T = self.model, input_ids.size(1)
