@@ -1,8 +1,7 @@
 """One checkpoint: a directory with state.json, index.json and the file rank_N.safetensors of each rank.
 
 state.json has everything except tensors, see STATE. index.json has for each tensor its dtype and shape and a list of
-pieces. A piece is one rank's part of one tensor, a box in it: the file and the byte where the piece starts, the offsets
-and sizes of the box, and the SHA-256 of its bytes.
+pieces. A piece is a box, one rank's part of a tensor: its file and first byte, offsets, sizes, and SHA-256.
 """
 
 import hashlib
@@ -69,8 +68,7 @@ class Saved(NamedTuple):
 
 @contextmanager
 def damage_in(path: Path, file: str) -> Iterator[None]:
-    """Replaces any error by Damaged, which names the file; what stands in it may be of a stranger. The remedy loses no
-    data."""
+    """Replaces any error by Damaged, which names the file; what is in it may be a stranger's. No remedy loses data."""
     try:
         yield
     except Exception as error:

@@ -32,6 +32,7 @@ TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
 LARGEST_NAME = 1000  # bytes of latest and best
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, see `unpadded`
 T = TypeVar("T")
+say_once = cache(say)  # a start looks for its checkpoint several times
 
 
 def save(
@@ -83,14 +84,8 @@ def find(where: str | Path, which: str = "latest") -> Path:
     if which != "latest":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give its directory: {steps[-1]}")
     if is_first_rank():
-        warn(f"{pointer} names no checkpoint, the newest one is {steps[-1]}")
+        say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
     return steps[-1]
-
-
-@cache
-def warn(text: str):
-    """Say it once: a start looks for its checkpoint several times."""
-    say(f"warning: {text}")
 
 
 def named_by(pointer: Path) -> str:

@@ -78,13 +78,11 @@ def read(where: str, action: Callable[[Weights], T]) -> T:
     return checkpoint.read(run, lambda path, state: action(of_checkpoint(path, state, average)))
 
 
-def alone(
-    where: str, device: torch.device, dtype: torch.dtype, check: Callable[[Config], Any]
-) -> tuple[str | Path, Model, Tokenizer]:
+def alone(where: str, device: torch.device, dtype: torch.dtype, check: Callable) -> tuple[str | Path, Model, Tokenizer]:
     """The path of these weights, their model in evaluation mode, and its tokenizer, in a program of one process.
     check(flags) may raise ValueError before any memory is allocated."""
 
-    def load(found: Weights) -> tuple[str | Path, Model, Tokenizer]:
+    def load(found: Weights) -> tuple:
         tokenizer = found.tokenizer()
         flags = found.config()
         check(flags)
