@@ -150,21 +150,21 @@ class Corpus:
 
     def encode(self, job: list[Piece]) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents that begin in the job)}"""
-        parts: dict[str, list] = {}
+        parts: dict[str, list] = {split: [] for split in SPLITS}  # in this order in meta.json
         begun = dict.fromkeys(SPLITS, 0)
         for piece, split in zip(job, self.splits(job), strict=True):
             begun[split] += piece.begins
             try:
                 if isinstance(piece.text, str):
-                    parts.setdefault(split, []).append(self.ids(piece))
+                    parts[split].append(self.ids(piece))
                 else:
                     ids, marks = encode(self.out.tokenizer, piece.text)
-                    parts.setdefault(split, []).append(ids)
+                    parts[split].append(ids)
                     parts.setdefault(split + MASK, []).append(marks)
             except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{self.source.files[piece.file]}, document {piece.row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-        return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items()}
+        return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items() if p}
 
     def ids(self, piece: Piece) -> np.ndarray:
         """The ids of a piece of text, with end-of-text behind the last one of a document."""
