@@ -60,10 +60,6 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
-    def same(self, value: str) -> bool:
-        """Whether all ranks call this function with the same value."""
-        return len(set(of_all_ranks(value))) == 1
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks of flags

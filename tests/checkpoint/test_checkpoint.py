@@ -378,14 +378,6 @@ def on_ranks(size, work, tmp_path):
     return [result for _, result in sorted(results.get() for _ in ranks)]
 
 
-def test_ranks_know_whether_they_see_the_same(tmp_path):
-    def ask(rank):
-        ranks = Ranks(rank, 2, torch.device("cpu"), torch.float32, False)
-        return ranks.same("step_00000010"), ranks.same(f"step_{rank}")
-
-    assert on_ranks(2, ask, tmp_path) == [(True, False)] * 2
-
-
 def test_groups_of_a_mesh_have_the_timeout_of_the_flag(tmp_path):
     def timeouts(rank):
         cpu = torch.device("cpu")
