@@ -295,10 +295,10 @@ def test_json_has_no_infinity(capsys):
         (["--dataset=nowhere"], ["no data set 'nowhere'"]),
         (
             ["--dataset=nowhere", "--file=x"],
-            ["--dataset=nowhere (command line) is used only with file='', and file is x"],
+            ["dataset=nowhere (command line): used only with file='', and here file=x"],
         ),
-        (["--file=x", "--eval_iters=3"], ["eval_iters=3", "file is x"]),
-        (["--file=x", "--split=train"], ["split=train", "file is x"]),
+        (["--file=x", "--eval_iters=3"], ["eval_iters=3", "file=x"]),
+        (["--file=x", "--split=train"], ["split=train", "file=x"]),
         (["--file=."], ["file=.", "Not a regular file"]),
         (["--file=one.txt"], ["file=one.txt has 1 tokens"]),
         (["--file=latin1.txt"], ["file=latin1.txt", "not UTF-8"]),
