@@ -6,7 +6,6 @@ the first rank has. Scalars, token ids and what ranks exchange in the loss are n
 """
 
 import copy
-import warnings
 from collections import Counter
 from itertools import accumulate
 
@@ -145,20 +144,18 @@ class Rank:
         if n > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # announcements of changes in PyTorch
-                for kind, cut in CUT.items():
-                    if self.groups[kind][0] > 1:
-                        cut(model, dist.new_group([*range(self.groups[kind][0])], group_desc=kind))
-                if cfg.fp8:
-                    fp8.check(cfg, self.lengths)
-                    fp8.apply(model)
-                for m in model.modules():
-                    if isinstance(m, Block) and cfg.activation_checkpoint != "none":
-                        recompute(m, cfg.activation_checkpoint)
-                    if isinstance(m, Heads) and self.device.type == "cuda":
-                        m.dropout = 0.0  # of which a GPU's kernels keep no mask
-                return block_costs(model, cfg, self.lengths, self.dtype)
+            for kind, cut in CUT.items():
+                if self.groups[kind][0] > 1:
+                    cut(model, dist.new_group([*range(self.groups[kind][0])], group_desc=kind))
+            if cfg.fp8:
+                fp8.check(cfg, self.lengths)
+                fp8.apply(model)
+            for m in model.modules():
+                if isinstance(m, Block) and cfg.activation_checkpoint != "none":
+                    recompute(m, cfg.activation_checkpoint)
+                if isinstance(m, Heads) and self.device.type == "cuda":
+                    m.dropout = 0.0  # of which a GPU's kernels keep no mask
+            return block_costs(model, cfg, self.lengths, self.dtype)
         finally:
             ops.takes_flash = takes_flash
             if n > 1:
