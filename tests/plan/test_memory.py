@@ -118,7 +118,7 @@ def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
         (["--batch_size=2**31-1", "--eval_only=True"], ["batch_size=2147483647 (command line)", "lower batch_size"]),
         (["--n_layer=2e9"], ["n_layer=2000000000 (command line)"]),
         (["--mlp_ratio=1e308", "--mlp=swiglu"], ["mlp_ratio=1e+308 (command line)"]),
-        (["--mlp_ratio=1e7", "--batch_size=2"], ["mlp_ratio=10000000.0 (command line)", "parameters", "--plan=True"]),
+        (["--mlp_ratio=6e4", "--n_embd=512"], ["mlp_ratio=60000.0 (command line)", "parameters", "--plan=True"]),
         (["--vocab_size=2e9"], ["vocab_size=2000000000 (command line)", "lower vocab_size", "--parallel=fsdp"]),
         (["--n_embd=2**28", "--block=superblock", "--n_group=2**28"], ["n_group=268435456 (command line)"]),
         (
