@@ -150,7 +150,8 @@ LAYERS = [  # layer -> its readers, with their names and numbers of heads; 1 for
 def test_equals_any_reader(layer, readers, pos, n_group):
     """Sum of h_i a_i over all heads is the reader's output without its bias; h_i is phi of b_i . x."""
     memory = {"objective": "seq2seq", "n_encoder_layer": 1} if "m" in layer.split(",")[-1] else {}
-    net = sharp(block="superblock", layer=layer, pos=pos, n_slot=5, bias=True, n_group=n_group, **memory)
+    sizes = {"n_slot": 5} if "slots" in readers else {"n_group": n_group}
+    net = sharp(block="superblock", layer=layer, pos=pos, bias=True, **sizes, **memory)
     for name, heads in readers.items():
         pool = next(getattr(each, name) for each in net.blocks[1].sums if name in each.names)
         seen = []
