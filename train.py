@@ -167,11 +167,10 @@ class Run:
     def announce(self):
         """Print the sizes of model, data and machine, and what the user should know before the first step."""
         cfg, work = self.cfg, self.work
-        device = self.ranks.device
         parameters = f"{work.n_params:,} parameters"
         if work.n_read < work.n_params:
             parameters += f", of which a token reads {work.n_read:,}"
-        machine = f"{self.ranks.size} x {device.type}, {precision(device, self.ranks.dtype)}"
+        machine = f"{self.ranks.size} x {self.ranks.device.type}, {precision(self.ranks.device, self.ranks.dtype)}"
         if cfg.deterministic:
             machine += ", deterministic"
         if self.ranks.compile:
