@@ -5,9 +5,8 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-A block is a list of sums. A sum adds the results of readers to the residual stream: attention reads the context, and
-an MLP its own parameters. To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its
-name to the flag's Literal; the grid test then checks it. docs/hacking.md has examples, roles and seams.
+A block is a list of sums of readers, such as attention and the MLP. To try an idea, add an entry to a table (NORM,
+PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal; docs/hacking.md has examples, roles and seams.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
