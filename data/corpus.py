@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
+from data.base_tokenizer import END_OF_TEXT
 from data.command import Parser, out_folder
 from data.dataset import MASK
 from data.errors import require, say
@@ -144,7 +145,7 @@ class Corpus:
     limit: int
 
     def __post_init__(self):
-        self.special = self.out.tokenizer.end_text
+        self.special = self.out.tokenizer.end_text or END_OF_TEXT.decode()
         self.specials = 0  # documents that hold this text
         self.hashes = {split: array("q") for split in SPLITS}  # of the documents, from which equal ones are known
 
@@ -218,7 +219,7 @@ class Corpus:
         """Notes what is said of the documents in the end."""
         for piece, split in zip(job, self.splits(job), strict=True):
             text = together(piece.text)
-            self.specials += bool(self.special) and self.special in text
+            self.specials += self.special in text
             if piece.begins:
                 self.hashes[split].append(hash(text))
 

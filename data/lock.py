@@ -17,6 +17,8 @@ from pathlib import Path
 
 from data.errors import printable, say
 
+without_locks: set[Path] = set()  # lock files of which a line has said so
+
 
 @contextmanager
 def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
@@ -69,8 +71,10 @@ def _lock(path: Path, flag: str, seconds: float) -> int:
                 fact = f"{flag}={path.parent} belongs to process {holder}, which still runs"
                 raise ValueError(f"{fact}; wait for it, end it with kill, or choose another --{flag}") from None
         except OSError as error:
-            fact = f"{printable(path.parent)} cannot be locked ({error.strerror})"
-            say(f"warning: {fact}; let no other process write there")
+            if path not in without_locks:
+                fact = f"{printable(path.parent)} cannot be locked ({error.strerror})"
+                say(f"warning: {fact}; let no other process write there")
+            without_locks.add(path)
             return file
         else:
             if _is_at(file, path):  # otherwise the holder has removed the file before this process locked it

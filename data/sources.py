@@ -29,6 +29,8 @@ RECORDS = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$|\.parquet$", re.IGNOR
 IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson)(\.gz|\.zst)?$|\.parquet$", re.IGNORECASE)  # names that a folder gives
 LARGEST = 32_000_000  # bytes of one document
 BLOCK = 2**20  # bytes to read at once
+CUT = "cut the text, for example with --documents=paragraph or --documents=line"
+ONE_A_LINE = "correct it, remove it, or write one object a line, as jq -c '.[]' does of a list"
 ADDRESS = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 
 
@@ -49,6 +51,7 @@ def find_files(paths: Iterable[str]) -> list[str]:
             files = glob.glob(path, recursive=True)
         regular = [f for f in files if os.path.isfile(f)]
         require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
+        left_out["names that are no files"] += len(files) - len(regular)
         names += map(os.path.normpath, regular)
     names = sorted(set(names))
     found: dict[str, str] = {}
@@ -163,13 +166,13 @@ class Source:
             if not line.strip():
                 continue
             where = f"{name}:{number}"
-            text = _decode(where, offset, line)
+            text = _decode(where, offset, line, ONE_A_LINE)
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError) as e:
-                raise ValueError(f"{where} is not JSON ({reason(e)}); correct it, or remove it") from None
+                raise ValueError(f"{where} is not JSON ({reason(e)}); {ONE_A_LINE}") from None
             if not isinstance(record, dict):
-                raise ValueError(f"{where} is not a JSON object such as {{{self.columns[0]!r}: ...}}; correct it")
+                raise ValueError(f"{where} is not a JSON object such as {{{self.columns[0]!r}: ...}}; {ONE_A_LINE}")
             self._check_columns(where, record)
             yield self._document(where, record)
 
@@ -275,11 +278,11 @@ def _separated(f, separator: bytes) -> Iterator[tuple[int, bytes]]:
         yield offset, rest
 
 
-def _decode(where: str, offset: int, content: bytes) -> str:
+def _decode(where: str, offset: int, content: bytes, remedy: str = CUT) -> str:
     """The text of a document, which begins at this byte. ValueError if it is no text, or longer than LARGEST."""
     if len(content) > LARGEST and b"\0" not in content:
         fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-        raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
+        raise ValueError(f"{fact}; {remedy}")
     return decoded(where, content, offset)
 
 

@@ -135,11 +135,11 @@ def test_network_file_systems(number, tmp_path, monkeypatch, capsys):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for take in (lambda: locked(str(tmp_path)), lambda: ShardWriter(tmp_path, ByteTokenizer())):
-        with take(), suppress(RuntimeError):
+    for lock in (locked(str(tmp_path)), ShardWriter(tmp_path, ByteTokenizer())):  # as one preparation takes both
+        with lock, suppress(RuntimeError):
             raise RuntimeError
-        warning = f"warning: {tmp_path} cannot be locked ({os.strerror(number)}); let no other process write there\n"
-        assert capsys.readouterr().err == warning
+    warning = f"warning: {tmp_path} cannot be locked ({os.strerror(number)}); let no other process write there\n"
+    assert capsys.readouterr().err == warning
 
 
 def test_the_end_of_a_run_leaves_the_lock_of_the_next(tmp_path):

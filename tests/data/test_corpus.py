@@ -225,6 +225,7 @@ def test_documents_that_are_too_long(tmp_path, monkeypatch, documents, name):
     message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
     start = 7 if documents == "paragraph" else 0
     assert f"the document that begins at byte {start} has more than" in message
+    assert ("--documents=line" in message) == (name == "a.txt")  # which has no effect on records
 
 
 def test_a_paragraph_without_end_is_not_kept(monkeypatch):
@@ -328,13 +329,16 @@ def test_find_files(tmp_path, monkeypatch, capsys):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    (tmp_path / "broken.txt").symlink_to("nothing")
     assert sources.find_files(["sub"]) == ["sub/c.parquet", "sub/d.TXT.zst", *(
         f"sub/loop/{name}" for name in ("a.jsonl", "b.txt", "we[i]rd.txt"))]  # fmt: skip
     capsys.readouterr()
     assert sources.find_files([".", f"{tmp_path}/b.txt"]) == [f"{tmp_path}/b.txt", "a.jsonl", "sub/c.parquet",
         "sub/d.TXT.zst", "we[i]rd.txt"]  # fmt: skip
-    said = "files to read: 5; left out: 2 hidden names, 1 of other kinds, 1 second names of a file\n"
-    assert capsys.readouterr().err == said
+    left_out = "2 hidden names, 1 of other kinds, 1 names that are no files, 1 second names of a file"
+    assert capsys.readouterr().err == f"files to read: 5; left out: {left_out}\n"
+    sources.find_files(["[bs]*"])
+    assert capsys.readouterr().err == "files to read: 1; left out: 2 names that are no files\n"
     assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.TXT.zst"]
     assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
     assert "no regular file matches 'x/*.txt'; check the path" in error(sources.find_files, ["b.txt", "x/*.txt"])
@@ -367,7 +371,8 @@ def archive(mode: str) -> bytes:
     [
         ("a.txt", b'\n{"text": "one"}\n', "a.txt holds JSON objects, and its name says text; name it .jsonl"),
         ("a.md.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), "holds JSON objects"),
-        ("a.json", b'[{"text": "one"}]', "a.json:1 is not a JSON object"),
+        ("a.json", b'[{"text": "one"}]', "one object a line, as jq -c '.[]' does of a list"),
+        ("a.json", b'[\n {"text": "one"}\n]', "one object a line, as jq -c '.[]' does of a list"),
         ("a.tar", archive("w"), "holds NUL bytes, as archives and UTF-16 do; unpack or convert it"),
         ("a.tar.gz", archive("w:gz"), "holds NUL bytes"),
         ("a.txt", "one".encode("utf-16-le"), "holds NUL bytes"),
@@ -407,9 +412,10 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     """How many of a special token's text, and how many are equal in both splits."""
     stories = "\n<|endoftext|>\n".join(["a tale", "a story"] * 50)
     (tmp_path / "a.txt").write_text(stories)
-    prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], "line")
     warning = "warning: 99 pieces of the text hold <|endoftext|>, which is ordinary text in them; "
-    assert f"{warning}pass --separator='<|endoftext|>'" in capsys.readouterr().err
+    for kind in ("char", "byte"):  # char has no end-of-text of its own
+        prepare(args(tmp_path / "out", kind), [str(tmp_path / "a.txt")], "line")
+        assert f"{warning}pass --separator='<|endoftext|>'" in capsys.readouterr().err
     prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], separator="<|endoftext|>")
     val = sum(validates(i, 0.2) for i in range(100))
     assert capsys.readouterr().err == f"note: {val} of {val} validation documents are training documents too\n"
