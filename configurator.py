@@ -193,13 +193,12 @@ class Config(ModelConfig):
         """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
-        cooldown = 0
-        if self.schedule == "wsd":
-            cooldown = self.cooldown_iters or end // 5
-        falls = self.schedule == "wsd" or self.schedule == "cosine" and self.max_iters > end
-        if falls and self.warmup_iters + cooldown > end:
+        cooldown = self.cooldown_iters or end // 5
+        if self.schedule == "wsd" and self.warmup_iters + cooldown > end:
             why = f"with a cooldown of {cooldown} steps there are too few; set warmup_iters or cooldown_iters lower"
             refuse(self, f"schedule warmup_iters {last}", why)
+        if self.schedule == "cosine" and self.warmup_iters > end and self.max_iters > end:
+            refuse(self, f"warmup_iters {last}", "the rate would rise after it has fallen; set warmup_iters lower")
         if self.schedule != "constant" and self.min_lr > self.learning_rate:
             refuse(self, "min_lr learning_rate", "the rate falls to min_lr, so it is the lower one; a tenth is usual")
 
@@ -259,6 +258,7 @@ def parse_positional(cls: type[T], names: str, argv: list[str] | None = None, do
     fits = len(given) == len(wanted)
     for name, arg in zip(wanted, given, strict=False):
         fits = fits and (name.isupper() or name == arg)
+        refuse_address(printable(arg), arg)
     require(fits, f"expected {names}, not {printable(' '.join(given)) or 'nothing'}; --help says what they are")
     return given, cfg
 
@@ -328,6 +328,12 @@ def is_retired(cls: type, name: str, value: Any, where: str) -> bool:
     raise ValueError(f"{here}: this flag was retired; {remedy}")
 
 
+def refuse_address(here: str, value: str):
+    """ValueError if a path is an address, such as s3://bucket/run, which would become a folder here."""
+    fact = f"{here}: an address, and this program reads and writes files alone"
+    require(not re.match(r"(\w+:)?\w+://", value), f"{fact}; give a path, for example of a mounted folder")
+
+
 def convert(cls: type, name: str, value: Any, where: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
@@ -337,8 +343,7 @@ def convert(cls: type, name: str, value: Any, where: str) -> Any:
         remedy = f"the nearest is {near[0]}" if near else "--help lists them"
         raise ValueError(f"{here}: no such flag; {remedy}")
     if name in PATHS:
-        fact = f"{here}: an address, and this program reads and writes files alone"
-        require(not re.match(r"(\w+:)?\w+://", str(value)), f"{fact}; give a path, for example of a mounted folder")
+        refuse_address(here, str(value))
     try:
         return coerce(value, kinds[name])
     except ValueError:

@@ -102,12 +102,16 @@ def test_a_resume_on_data_that_were_prepared_again(run, tmp_path, capsys):
     assert state_of(folder)["data"]["read"] == [64] and state_of(folder)["samples"] == 96
 
 
-@pytest.mark.parametrize("flag,anew", [("--eval_iters=3", True), ("--batch_size=2", True), ("--keep_last=3", False)])
+@pytest.mark.parametrize(
+    "flag,anew", [("--eval_iters=3", True), ("--batch_size=2", True), ("--seed=5", True), ("--keep_last=3", False)]
+)
 def test_the_best_loss_is_of_one_evaluation(run, flag, anew, capsys):
     folder = run(*SHORT, "--max_iters=4")
     (checkpoint.find(folder) / "state.json").write_text(json.dumps(state_of(folder) | {"best_val_loss": 0.5}))
     run(*SHORT, flag, "--max_iters=8", "--init_from=resume")
-    said = f"the best loss begins anew, as {flag[2:].partition('=')[0]} may have changed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    said = f"the best loss begins anew, as {flag[2:].partition('=')[0]} may have changed" in out
+    assert ("seed=5 draws the data in another order" in out) == (flag == "--seed=5")
     assert said == anew and (state_of(folder)["best_val_loss"] == 0.5) != anew
 
 

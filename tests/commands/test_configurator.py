@@ -160,6 +160,8 @@ def test_positional_arguments(names, given, fits):
     else:
         with pytest.raises(ValueError, match=f"expected {names}, not {given or 'nothing'}; --help"):
             parse_positional(Sampling, names, argv)
+    with pytest.raises(ValueError, match="s3://a: an address"):
+        parse_positional(Sampling, names, [word.replace("DIR", "s3://a").strip(".") for word in names.split()])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -270,8 +272,12 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
         ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
     ),
     (
-        ["--lr_decay_iters=100", "--max_iters=200", "--warmup_iters=150"],  # the rate would rise after it has fallen
-        ["warmup_iters=150 (command line)", "lr_decay_iters=100 (command line)"],
+        ["--lr_decay_iters=100", "--max_iters=200", "--warmup_iters=150"],
+        [
+            "warmup_iters=150 (command line)",
+            "lr_decay_iters=100 (command line): the rate would rise",
+            "set warmup_iters",
+        ],
     ),
     (["config/none.py"], ["config/none.py: no such config file", "--name=value"]),
 ]
