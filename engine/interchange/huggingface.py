@@ -316,7 +316,8 @@ def write_json(file: Path, value: dict):
 def export(run: str, where: str, dtype: str = "float32", which: str = "latest", remote_code: bool = False) -> Path:
     """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
     folder = Path(os.path.expanduser(where)).absolute()
-    require(not folder.exists(), f"{where} is there already; delete it, or name another folder")
+    require(not os.path.lexists(folder), f"{where} is there already; delete it, or name another folder")
+    require(folder.parent.is_dir(), f"{where}: there is no folder {folder.parent}; make it, or name another one")
     average = run.startswith("ema:")
     with files.writing(folder), tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as private:
         unfinished = Path(private, folder.name)

@@ -590,11 +590,13 @@ def test_nothing_is_left_after_a_failure(trained, tmp_path, monkeypatch, capsys)
         export(trained, tmp_path / "out")
     assert "is there already" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
     step = next(trained.glob("step_*"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for run, where, flags, words in (
         (tmp_path, tmp_path / "new", [], "no checkpoint in"),
         (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave it out"),
         (trained, "", [], "is there already"),
-        (trained, tmp_path / "no" / "out", [], "No such file or directory"),
+        (trained, tmp_path / "no" / "out", [], f"there is no folder {tmp_path}/no; make it"),
+        (trained, tmp_path / "link", [], "is there already"),
     ):
         with pytest.raises(SystemExit):
             export(run, where, *flags)
