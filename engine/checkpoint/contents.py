@@ -113,19 +113,22 @@ def read_state(path: Path) -> dict:
         for key, kind in STATE.items():
             require(key in state, f"{key} is absent")
             require(_fits(state[key], kind), f"{key} is {state[key]!r:.60}")
+        data = state["data"]
+        lengths = {len(data.get(key, [])) for key in ("read", "weights", "hashes")}
+        require(len(lengths) == 1, f"data is {data!r:.60}")
     return state
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether the value is of a kind of STATE. A float must be finite, and an int below 2**62, so that counting can go
-    on; neither is negative."""
+    """Whether the value is of a kind of STATE. A float must be finite, and an int below 2**43, so that counting and
+    seeds made of it can go on; neither is negative."""
     if type(kind) is list:
         return type(value) is list and all(_fits(item, kind[0]) for item in value)
     if type(kind) is dict:
         known = type(value) is dict and value.keys() in (set(), kind.keys())
         return known and all(_fits(item, kind[key]) for key, item in value.items())
     if type(value) is int:
-        return kind is int and 0 <= value < 2**62
+        return kind is int and 0 <= value < 2**43
     if type(value) is float:
         return isinstance(value, kind) and 0 <= value < math.inf
     return type(value) is not bool and isinstance(value, kind)

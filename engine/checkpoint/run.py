@@ -177,8 +177,10 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
         place = {"since": state["samples"], "read": [read.get(each, 0) for each in train.hashes]}
         for (name, _, weight), count in zip(train.sources, place["read"], strict=True):
             notes.append(f"the data have changed: weight {weight} of {name}, of which {count:,} samples are read")
-    if state["flags"].get("seed", cfg.seed) != cfg.seed:
-        notes.append(f"seed={cfg.seed} draws the data in another order, so samples that are read may come again")
+    for name in ("seed", "pairs"):
+        value = getattr(cfg, name)
+        if state["flags"].get(name, value) != value:
+            notes.append(f"{name}={value} draws the data in another order, so what is read may come again")
     changed = [name for name in OF_EVALUATION if state["flags"].get(name) != getattr(cfg, name)]
     if cfg.eval_iters == 0 and "eval_iters" not in changed:  # all windows, in whatever batches
         changed = [name for name in changed if name not in ("batch_size", "seed")]

@@ -526,7 +526,7 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
 @pytest.mark.parametrize(
     "key,values",
     {
-        "step": [-5, True, 2**70, "10", 10.0, None],
+        "step": [-5, True, 2**43, 2**70, "10", 10.0, None],
         "samples": [-8, True, 2**63, 80.0, "80", None],
         "skipped": [-1, False, None],
         "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
@@ -537,7 +537,15 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
         "tokenizer": [3, "x", []],
         "tokenizer_hash": [7, False],
         "index_sha256": [None, 5],
-        "data": [None, [], {"since": 1}, DATA | {"read": [1.0]}, DATA | {"val": 3}, DATA | {"more": 1}],
+        "data": [
+            None,
+            [],
+            {"since": 1},
+            DATA | {"read": [1.0]},
+            DATA | {"val": 3},
+            DATA | {"read": [1] * 9},
+            DATA | {"more": 1},
+        ],
         "format": [True, "2", 2.0, None],
     }.items(),
 )
