@@ -309,7 +309,8 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
     evaluated = evaluate.EvaluateConfig(file=str(tmp_path / "text.txt"))
     ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
     machine = {"device": "cpu", "eval_only": True, "batch_size": 8}
-    found = weights.read(str(out), lambda found: evaluate.evaluate_text(evaluated, ranks, machine, text, found))
+    given = evaluated, ranks, machine, text
+    found = weights.read(str(out), lambda found: evaluate.evaluate_text(*given, found, None))
     assert found["loss"] == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
 
 

@@ -411,8 +411,11 @@ COMPILED = [  # what a few rows of the grid might miss
 def test_compiles_as_one_graph(flags):
     """One layer for each string, for the time that more would take; same outputs and gradients as eager."""
     torch._dynamo.reset()
-    n = 1 + flags.get("layer", "").count(";")
-    model, idx = build(**flags | {"n_layer": n, "n_encoder_layer": n, "n_dense_layer": 0}), tokens(2, T)
+    n = 1 + (flags.get("layer", "").count(";") or flags.get("value_residual", False))
+    layers = {"n_layer": n, "n_dense_layer": 0}
+    if flags["objective"] == "seq2seq":
+        layers["n_encoder_layer"] = n
+    model, idx = build(**flags | layers), tokens(2, T)
     given = beside(model, docs=flags["objective"] != "causal")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)
