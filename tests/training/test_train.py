@@ -350,8 +350,9 @@ def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given
     text = "".join(chr(1000 + i) for i in range(chars))
     with ShardWriter(tmp_path, CharTokenizer(text)) as out:
         out.add("train", np.arange(chars))
-    shape = {"corrupt_ratio": 0.3, "span_length": 1.5}
-    cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **shape)
+    flags = {"causal": {}, "masked": {"corrupt_ratio": 0.3}, "seq2seq": {"corrupt_ratio": 0.3, "span_length": 1.5}}
+    cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **flags[objective])
+    shape = {"corrupt_ratio": cfg.corrupt_ratio, "span_length": cfg.span_length}
     data, made, settled = train.open_with_objective(cfg)
     assert (cfg.vocab_size, settled) == (given, vocab_size)
     assert type(made) is OBJECTIVE[objective] and made == OBJECTIVE[objective](chars, None, 16, **shape)
