@@ -42,7 +42,7 @@ from data.errors import require
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-KEPT = {"eos_token_id": list, "chat_template": str, "model_max_length": int}  # for an export of a run
+KEPT = {"eos_token_id": (list,), "chat_template": (str, list), "model_max_length": (int,)}  # for an export of a run
 LARGEST_ID = 2**24
 
 
@@ -225,7 +225,7 @@ def _special_tokens(path: Path) -> dict[str, str | int]:
             match config.get(key) or config.get(f"{key}_id"):
                 case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
                     found[key] = token
-        found |= {key: config[key] for key, kind in KEPT.items() if type(config.get(key)) is kind}
+        found |= {key: config[key] for key, kinds in KEPT.items() if type(config.get(key)) in kinds}
     except (ValueError, RecursionError, AttributeError) as e:
         raise ValueError(f"{path} is damaged ({str(e)[:100]}); fetch it again") from None
     return found

@@ -528,12 +528,17 @@ def test_remote_code(hf, trained, tmp_path, modules_cache):
             read_hf(tmp_path / "out")
 
 
-def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path):
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, [{"name": "default", "template": TEMPLATE}]], ids=["text", "list"])
+def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path, template):
     """All ids that end a text, the template of chats and the longest text; they are kept in a run's checkpoints."""
     (there := tmp_path / "there").mkdir()
     train_bpe(["one two three one two"] * 9, 259).save(there)
-    kept = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}", "model_max_length": 77}
-    write_json(there / "tokenizer_config.json", kept | {"eos_token": "<|endoftext|>"})
+    kept = {"chat_template": template, "model_max_length": 77, "eos_token": "<|endoftext|>"}
+    write_json(there / "tokenizer_config.json", kept)
+    original = hf.AutoTokenizer.from_pretrained(there).chat_template
     write_json(there / "generation_config.json", {"eos_token_id": [258, 0, 7]})
     tokenizer = HFTokenizer.from_folder(there)
     assert (tokenizer.eot, tokenizer.ends) == (0, {0, 7, 258})
@@ -543,7 +548,7 @@ def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path):
     export_tokenizer(tokenizer, tmp_path / "out")
     assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [0, 7, 258]
     found = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (found.chat_template, found.model_max_length) == tuple(kept.values()) and found.eos_token_id == 0
+    assert (found.chat_template, found.model_max_length, found.eos_token_id) == (original, 77, 0)
     assert HFTokenizer.from_folder(tmp_path / "out").ends == tokenizer.ends
     (there / "chat_template.jinja").write_text("newer")  # of newer releases
     assert HFTokenizer.from_folder(there).special["chat_template"] == "newer"

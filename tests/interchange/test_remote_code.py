@@ -128,6 +128,8 @@ def test_what_the_forward_cannot_compute_is_refused(both):
     after[0, 6:] = 0
     with pytest.raises(ValueError, match="^attention_mask has zeros inside of a text; "):  # once the text goes on
         theirs.generate(idx, attention_mask=after, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="^attention_mask has 4 dimensions; "):
+        theirs(idx, attention_mask=mask[:, None, None])
     with pytest.raises(ValueError, match="^position_ids are not read; "):
         theirs(idx, position_ids=torch.arange(9)[None])
     with pytest.raises(ValueError, match="^this model's cache grows with the text; "):
