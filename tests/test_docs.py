@@ -82,10 +82,6 @@ def test_modules_that_are_started_with_m_are_programs():
         assert program.exists() and '__name__ == "__main__"' in program.read_text(encoding="utf-8"), name
 
 
-def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 157
-
-
 def table_of_losses(page: str) -> list[tuple[str, list[float]]]:
     """(parameters, [loss, difference and its interval if there is one]) of each row."""
     rows = re.findall(r"^.*\| ([\d,]{7,}) +\| (\d\.\d+)(.*)$", page, re.MULTILINE)
@@ -109,12 +105,6 @@ def test_the_readmes_figures_are_those_of_the_pages_and_files():
     assert len(counts) == 7 and abs(sum(counts) - int(lines.replace(",", ""))) <= 100, sum(counts)
     speeds = r"(\d\.\d\d) times as fast as nanoGPT(?:'s, and)?,? (\d\.\d\d)\s+times with"
     assert re.search(speeds, readme).groups() == re.search(speeds, nanogpt).groups()
-
-
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
-def test_the_first_sentence_says_whom_a_page_serves(page):
-    title, empty, first, *_ = page.read_text(encoding="utf-8").splitlines()
-    assert title.startswith("# ") and empty == "" and first.startswith("This page is for ")
 
 
 def headings(page: Path) -> set[str]:
