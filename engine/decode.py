@@ -14,8 +14,9 @@ from model import POSITION, Heads, Inputs, Model, NoEmbedding, Rope
 
 def finite(logits: Tensor) -> Tensor:
     """The logits. ValueError if they are not finite, as no token can be drawn then."""
-    remedy = "use an earlier checkpoint, or train with a lower --learning_rate"
-    require(logits.isfinite().all(), f"the model's logits are not finite, so it writes no text; {remedy}")
+    if not logits.isfinite().all():
+        remedy = "use an earlier checkpoint, or train with a lower --learning_rate"
+        raise ValueError(f"the model's logits are not finite, so it writes no text; {remedy}")
     return logits
 
 
@@ -58,7 +59,7 @@ def set_caches(model: Model, length: int):
             m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None
 
 
-class Reader:
+class TextReader:
     """Reads a text piece by piece with caches of `length` tokens, and computes the logits of its next token.
 
     end      tokens in the caches
@@ -117,7 +118,7 @@ def generate(
     fact = f"overflow=roll does not work with pos={pos}, which has no positions beyond block_size={limit}"
     require(not roll or POSITION[pos][0] is NoEmbedding, f"{fact}; set overflow=recompute")
     length = min(limit * (1 + roll), idx.size(1) + max_new_tokens)
-    reader = Reader(model, length, model.encode(source))
+    reader = TextReader(model, length, model.encode(source))
     windows = [m.window for m in reader.heads]
     if roll:
         for m in reader.heads:
