@@ -87,7 +87,7 @@ class ModelConfig(LayerFlags):
     n_dense_layer: int = 0  # [n_expert>0 and block!=superblock] first layers that have no experts
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
-    n_kv_head: int = 0  # [attention=gqa] key/value heads, must divide n_head
+    n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
@@ -100,7 +100,7 @@ class ModelConfig(LayerFlags):
     pos: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = 10000.0  # [>0] [pos=rope] base of RoPE's wavelengths (arXiv:2104.09864)
     rope_scaling: str = ""  # [pos=rope] linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW
-    pos_pattern: str = ""  # [pos=rope|alibi] per layer: G = as above, L = RoPE with rope_theta_local, N = none
+    pos_pattern: str = ""  # [pos_pattern='' or pos=rope|alibi] per layer: G as above, L by rope_theta_local, N none
     rope_theta_local: float = 10000.0  # [>0] [pos_pattern=*L*] RoPE's base in layers L, not scaled (Gemma 3)
     # --- model: objective
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: both (T5)
@@ -543,6 +543,8 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
     if not cfg.head_dim and C % H:
         even = -(-C // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
         refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
+    if cfg.n_kv_head not in (0, cfg.kv_heads):
+        refuse(cfg, "n_kv_head attention", f"mha has {H} key/value heads and mqa has 1; set attention=gqa")
     if cfg.kv_heads == 0 or H % cfg.kv_heads:
         refuse(cfg, "attention n_kv_head n_head", f"set n_kv_head to a divisor of n_head: {divisors(H)}")
     return share_of(cfg, reader, H), share_of(cfg, reader, cfg.kv_heads)

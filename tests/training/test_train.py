@@ -368,8 +368,8 @@ def test_resolved_flags_read_back_equal(run, tiny_data, tmp_path):
 
 
 def test_a_checkpoint_older_than_a_flag_resumes(run):
-    """Its model had what is the flag's default now; with another value it is refused. A flag that has no effect any
-    more beside the others may have any value there."""
+    """Its model had what is the flag's default now; with another value it is refused. The number of key/value heads
+    may be said there where attention says it too."""
     folder = run("--max_iters=6")
     state = folder / "step_00000006" / "state.json"
     content = json.loads(state.read_text())
