@@ -127,6 +127,24 @@ def torchrun(work: Callable, *args, **config):
     elastic_launch(LaunchConfig(1, 1, 2, **where, **config), work)(*args)
 
 
+def train_until(step: int, number: int, flags: list[str]):
+    """train_main, whose second rank sends itself this signal in this step of its first start."""
+    from engine.parallel.sharded import ShardedModel
+
+    backward, steps = ShardedModel.backward, []
+
+    def counted(*args):
+        steps.append(1)
+        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if len(steps) == step and os.environ["RANK"] == "1" and first_start:
+            os.kill(os.getpid(), number)
+        return backward(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedModel, "backward", counted)
+        train_main(flags)
+
+
 def train_main(flags: list[str]):
     """train.py with these flags. --dtype=float64 is known here alone: all tensors are made in it and none is cast, so
     two computations of the same agree to 1e-12 on every CPU."""

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers import TINY
-from ranks import exit_codes, launch, train_main
+from ranks import exit_codes, launch, train_main, train_until
 
 from configurator import Config, parse
 from data import errors
 from engine.parallel import ranks as parallel
-from engine.parallel.sharded import ShardedModel
 
 DIFFERING = ["tp=2", "dataset=other", "dropout=0.1", "gradient_accumulation_steps=4", "mlp=swiglu", "ema_decay=0.9"]
 
@@ -41,24 +40,10 @@ def test_ranks_with_different_flags_are_refused(tmp_path):
             assert line.startswith(f"{name}={getattr(default, name)!r} on rank 0 and {mine!r} on rank 1; ")
 
 
-def train_until_killed(flags: list[str]):
-    """train.py, whose second rank is killed in the fourth step."""
-    backward, steps = ShardedModel.backward, []
-
-    def counted(*args):
-        steps.append(1)
-        if len(steps) == 4 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return backward(*args)
-
-    ShardedModel.backward = counted
-    train_main(flags)
-
-
 def test_a_lost_rank_leaves_a_line_that_resumes(tiny_data, tmp_path):
     out = tmp_path / "out"
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={out}", "--collective_timeout=20"]
-    assert exit_codes(2, train_until_killed, tmp_path, flags) == [1, -signal.SIGKILL]
+    assert exit_codes(2, train_until, tmp_path, 4, signal.SIGKILL, flags) == [1, -signal.SIGKILL]
     said = (tmp_path / "rank 0").read_text()
     [line] = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in said and line.startswith("error: rank 0 has lost another rank")

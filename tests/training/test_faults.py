@@ -12,31 +12,16 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from helpers import IN_FLOAT64, ROOT, TINY, distance, losses
-from ranks import launch, torchrun, train_main
+from ranks import launch, torchrun, train_until
 
 from engine.parallel import connection
-from engine.parallel.sharded import ShardedModel
-
-
-def train_until_killed(flags: list[str]):
-    """train.py, of which the second rank is killed in the 22nd step of its first start."""
-    backward, steps = ShardedModel.backward, []
-
-    def counted(*args):
-        steps.append(1)
-        if len(steps) == 22 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return backward(*args)
-
-    ShardedModel.backward = counted
-    train_main(flags)
 
 
 def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
     """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
     flags = ["--max_iters=60", "--eval_interval=30", "--save_interval=5", IN_FLOAT64]
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
-    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until_killed, [*common, *flags])
+    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until, 22, signal.SIGKILL, [*common, *flags])
     said = (tmp_path / "rank 0").read_text()
     assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
     undisturbed = losses(run(*flags, out="whole"))

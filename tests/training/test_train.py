@@ -36,7 +36,7 @@ from helpers import (
     tensors_in,
     weights_in,
 )
-from ranks import command, exit_codes, torchrun
+from ranks import command, exit_codes, torchrun, train_until
 from ranks import launch as launch_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
@@ -821,24 +821,10 @@ def test_two_signals_at_once_end_the_process_without_a_traceback(monkeypatch, ha
     assert exits in ([128 + signal.SIGINT], [128 + signal.SIGTERM])
 
 
-def train_until_sigterm(flags: list[str]):
-    """train.py, of which the second rank alone gets the signal, in its 26th step."""
-    backward, steps = ShardedModel.backward, []
-
-    def counted(*args):
-        steps.append(1)
-        if len(steps) == 26 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return backward(*args)
-
-    ShardedModel.backward = counted
-    train.main(flags)
-
-
 def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
     """Although one alone gets the signal. (torchrun sends it to all, as the test of a long evaluation shows.)"""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", f"--out_dir={tmp_path / 'cut'}"]
-    launch_ranks(2, train_until_sigterm, tmp_path, flags)
+    launch_ranks(2, train_until, tmp_path, 26, signal.SIGTERM, flags)
     assert "stopped by a signal to another rank" in (tmp_path / "rank 0").read_text()
     saved = checkpoint.read_state(checkpoint.find(tmp_path / "cut"))
     assert 26 <= saved["step"] <= 28 and saved["ranks"] == 2
