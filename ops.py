@@ -383,8 +383,10 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
-    same_sizes = attn_mask is None and q.size(2) == k.size(2) and torch.is_grad_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(cudnn and same_sizes)  # sdpa_kernel takes 20 times as long
+    fits = cudnn and attn_mask is None and torch.is_grad_enabled()
+    if q.size(2) != k.size(2):  # in a graph for any sizes, `fits` would otherwise be an expression of them
+        fits = False
+    torch.backends.cuda.enable_cudnn_sdp(fits)  # sdpa_kernel takes 20 times as long
     try:
         return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
     finally:

@@ -2,7 +2,7 @@
 
     ranks = settle(cfg, ranks)                  # on all ranks, before the model is made
     if ranks.compile:
-        compile_model(model, blocks)            # before DDP or FSDP wraps it
+        compile_model(model, parts)             # blocks or stacks, before DDP or FSDP wraps the model
 
 docs/running.md says what is compiled, and what that gives.
 """
@@ -16,6 +16,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.nn as nn
 
 from data.errors import require
 from engine.parallel.ranks import Ranks, is_first_rank, together
-from model import ExpertLinear, Heads
+from model import ExpertLinear, Heads, Stack
 from ops import linear_by_linear, strip_attention
 
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
@@ -94,8 +95,9 @@ def try_compiler(device: torch.device):
         ) from error
 
 
-def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = False):
-    """Compile each block, in place, and the loss of a chunk. With `inside`, `recompute` may be applied afterwards."""
+def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = False):
+    """Compile each part, in place, and the loss of a chunk. A part is a block, or a stack for one graph of its blocks.
+    With `inside`, `recompute` may be applied to blocks afterwards."""
     use_private_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
@@ -111,11 +113,13 @@ def compile_model(model: nn.Module, blocks: list[nn.Module], inside: bool = Fals
     loop = torch.compiler.disable(linear_by_linear, reason="a product for each expert, whose rows differ in number")
     for experts in (module for module in model.modules() if isinstance(module, ExpertLinear)):
         experts.loop = loop
-    for block in blocks:
-        if inside:
-            block.forward = torch.compile(block.forward)
+    for part in parts:
+        if isinstance(part, Stack):
+            part.through_blocks = torch.compile(part.through_blocks)
+        elif inside:
+            part.forward = torch.compile(part.forward)
         else:
-            block.compile()
+            part.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
 
 

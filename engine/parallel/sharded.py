@@ -32,7 +32,7 @@ from engine.parallel.owners import Matrix, Part, cuts, part_of, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, LoadBalance, Model, Normal
+from model import Block, Experts, LoadBalance, Model, Normal, Stack
 
 
 def local(x: Tensor) -> Tensor:
@@ -124,7 +124,10 @@ class ShardedModel:
             for block in blocks:
                 recompute(block, cfg.activation_checkpoint)
         if ranks.compile and not inside:
-            compilation.compile_model(model, blocks)
+            alone = ranks.size == 1 and ranks.device.type == "cuda" and cfg.activation_checkpoint == "none"
+            # One graph costs the host of a GPU less. DDP needs several, which give it gradients during the backward.
+            parts = [each for each in model.modules() if isinstance(each, Stack)] if alone else blocks
+            compilation.compile_model(model, parts)
         if self.fsdp:
             shard(model, cfg, ranks)
         model.to_empty(device=self.home)

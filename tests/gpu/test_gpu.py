@@ -31,7 +31,7 @@ from ops import Mask, attention, boundaries
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
-SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1"]
+SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--log_interval=1"]  # on a GPU, auto is 10
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
 # bfloat16 has 8 bits, and CPUs stay within 2.2 * 2^-8. If a derivative has a step, as ReLU's has, rounding moves some
 # inputs across the step, so whole models err more.
@@ -218,7 +218,7 @@ def test_layouts_on_two_gpus(layout, device, run, many):
 
 def test_checkpoints_go_there_and_back(device, run):
     """A resume on the device is digit for digit; one on the other device is but for rounding."""
-    flags = ["--optimizer=muon", "--lr_decay_iters=8", "--eval_interval=4", "--deterministic=True"]
+    flags = [*SHORT, "--optimizer=muon", "--lr_decay_iters=8", "--deterministic=True"]
     runs = {"whole": (device, device), "up": (CPU, device), "down": (device, CPU), "cpu": (CPU, CPU)}
     found = {}
     for name, (first, then) in runs.items():

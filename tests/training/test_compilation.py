@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import BLOCKS, FAMILIES
 from helpers import ROOT, TINY, losses
 from ranks import launch, train_main
 
@@ -25,10 +26,11 @@ from engine.parallel import ranks as parallel
 from engine.parallel.ranks import Ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
-from model import Model, ModelConfig
+from model import Block, Model, ModelConfig, Stack
 
 ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
+SIZES = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
 SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
 COMPILING, FAILS = "compiling for this CPU", "warning: torch.compile does not work here"
 
@@ -221,6 +223,36 @@ def test_layers_of_experts_share_a_graph(how):
     for ours, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.02)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind, block", [(Block, "standard"), *((Stack, block) for block in BLOCKS)])
+def test_a_stack_can_be_one_graph(kind, block, monkeypatch):
+    """As on a single GPU. The encoder has a graph of its own, and the source may be of another length. Loss and
+    gradients are as uncompiled."""
+    model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"]]), seed=1)
+    idx = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(0))
+    batch = {"idx": idx, "targets": idx, "source": idx[:, :16]}
+    found, graphs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    for compiled in (False, True):
+        if compiled:
+            torch._dynamo.reset()
+            compilation.compile_model(model, [part for part in model.modules() if isinstance(part, kind)])
+            model.chunk_loss = ops.chunk_loss
+        model.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch._dynamo.reset()
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert len(graphs) == (2 if kind is Stack else 0)
 
 
 def graphs_under_ddp():
