@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ranks import launch, train_runs
 
 import evaluate
 import sample
+from configurator import parse
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import weights
@@ -198,6 +200,20 @@ def test_samples_are_one_batch_and_seeded(say):
     assert text == say(*flags, "--seed=5") != say(*flags, "--seed=6")
     parts = text.split("\n---------------\n")
     assert len(parts) == 3 == len(set(parts)) and all(part.startswith("dogs ") for part in parts)
+
+
+@pytest.mark.parametrize("samples, chosen, threads", [("8", None, 1), ("80000", None, 2), ("8", "2", 2)])
+def test_few_products_take_one_thread(monkeypatch, samples, chosen, threads):
+    """Unless the user has set OMP_NUM_THREADS."""
+    model = SimpleNamespace(n_params=lambda: 10_000)
+    cfg = parse(SampleConfig, [f"--num_samples={samples}"])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    now = [2]
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: now.append(n))
+    sample.limit_threads(cfg, model)
+    assert now[-1] == threads
 
 
 def test_start_from_file(say, tmp_path):
