@@ -21,24 +21,9 @@ def kept_whole(part: nn.Module) -> list[nn.Parameter]:
     return whole
 
 
-def fsdp_units(model: Model) -> dict[str, list[nn.Module]]:
-    """What FSDP gathers at once: each block, the ends of the model if they are not tied, and the rest, which is last.
-    A stage of a pipeline may lack ends."""
-    units: dict[str, list[nn.Module]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Block):
-            units[name] = [module]
-    if not model.cfg.tie_weights:
-        if isinstance(model.wte, nn.Embedding):
-            units["wte"] = [model.wte]
-        if isinstance(model.head, nn.Linear):
-            units["head"] = [model.norm, model.head]
-    units["root"] = [model]
-    return units
-
-
 def shard(model: Model, cfg, ranks: Ranks):
-    """Apply FSDP2 to each of `fsdp_units`.
+    """Apply FSDP2 to each block, to the ends of the model if they are not tied, and to the rest. Each is gathered at
+    once. A stage of a pipeline may lack ends.
 
     In 16 bits, blocks and ends are gathered in the matmuls' dtype, and the rest in float32. Gains are not sharded
     (`kept_whole`): in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with
@@ -47,28 +32,27 @@ def shard(model: Model, cfg, ranks: Ranks):
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     dims = ("replicate", "shard") if ranks.mesh["replicate"].size() > 1 else "shard"
-    options = {"mesh": ranks.mesh[dims], "ignored_params": {*kept_whole(model)}}
+    options = {"mesh": ranks.mesh[dims], "reshard_after_forward": False}
     if cfg.fsdp_offload:
-        options = {"mesh": ranks.mesh[dims], "offload_policy": CPUOffloadPolicy(ranks.device.type == "cuda")}
+        options["offload_policy"] = CPUOffloadPolicy(ranks.device.type == "cuda")
+    else:
+        options["ignored_params"] = {*kept_whole(model)}
     policy = MixedPrecisionPolicy()
     if ranks.dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=ranks.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    with ranks.autocast():
-        stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
-    for unit, modules in fsdp_units(model).items():
-        chosen = options | {"mp_policy": policy, "reshard_after_forward": False}
-        if unit == "root":
-            chosen["mp_policy"] = MixedPrecisionPolicy()
-        elif unit == "wte":
-            chosen["mp_policy"] = replace(policy, output_dtype=stream)
-        elif unit == "head":
-            model.head.forward = model.loss
-            model.loss = lambda x, targets: model.head(x, targets)
-        else:
-            [block] = modules
-            if cfg.pp > 1 or block is not model.blocks[-1]:
-                chosen["reshard_after_forward"] = cfg.fsdp_reshard
-            for m in block.modules():
-                if ranks.experts and isinstance(m, Experts):
-                    fully_shard([m.up, m.down], **chosen | {"mesh": ranks.experts[dims]})
-        fully_shard(modules, **chosen)
+    for block in [m for m in model.modules() if isinstance(m, Block)]:
+        freed = cfg.fsdp_reshard and (cfg.pp > 1 or block is not model.blocks[-1])
+        chosen = options | {"mp_policy": policy, "reshard_after_forward": freed}
+        for m in block.modules():
+            if ranks.experts and isinstance(m, Experts):
+                fully_shard([m.up, m.down], **chosen | {"mesh": ranks.experts[dims]})
+        fully_shard(block, **chosen)
+    if not cfg.tie_weights and isinstance(model.wte, nn.Embedding):
+        with ranks.autocast():
+            stream = stream_dtype(cfg, torch.empty(0, device=ranks.device))
+        fully_shard(model.wte, mp_policy=replace(policy, output_dtype=stream), **options)
+    if not cfg.tie_weights and isinstance(model.head, nn.Linear):
+        model.head.forward = model.loss
+        model.loss = lambda x, targets: model.head(x, targets)
+        fully_shard([model.norm, model.head], mp_policy=policy, **options)
+    fully_shard(model, **options)

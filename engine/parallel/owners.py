@@ -117,22 +117,10 @@ class Owners:
         for key, matrix in sorted(matrices.items(), key=lambda item: -item[1].flops):
             self.owner[key] = rank = loads.index(min(loads))
             loads[rank] += matrix.flops
-        self.flops = max(loads)
 
     def sends(self, key: Hashable, rank: int) -> bool:
         """Whether this rank is one of those that send their parts of an update to the matrix's owner."""
         return place(self.matrices[key], rank)[2] == place(self.matrices[key], self.owner[key])[2]
-
-    def sent(self) -> list[int]:
-        """How many numbers each rank sends to others in a step."""
-        sent = [0] * len(self.ranks)
-        for key, owner in self.owner.items():
-            for rank in {*self.ranks} - {owner}:
-                size = place(self.matrices[key], rank)[1]
-                sent[owner] += size
-                if self.sends(key, rank):
-                    sent[rank] += size
-        return sent
 
     def on_full(self, updates: dict, change: Callable[[dict], None]):
         """Replace this rank's parts of the updates by those of the full updates, after `change` has changed each in
