@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ import tiktoken
 from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import WORDS, args, error, files_of, prepare, texts, tokens_of, validates
+from preparing import WORDS, args, command, error, failed, files_of, prepare, texts, tokens_of, validates
 
 from data import corpus, sources
 from data.dataset import open_data
