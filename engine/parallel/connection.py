@@ -8,6 +8,7 @@ with lost_ranks_end_the_run(cfg.out_dir): ...
 import hashlib
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -53,11 +54,12 @@ def environment() -> Environment:
 def connect(cfg, place: Environment, device: torch.device):
     """Join the group of all ranks. ValueError if there is no address, or no rank answers there."""
     backend = "gloo"
-    if device.type == "cuda" and cfg.backend != "gloo":
-        backend = "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        backend = f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
     timeout = timedelta(seconds=cfg.collective_timeout)
     store = None
     try:
+        find_address(place, cfg.collective_timeout)
         if may_restart():
             store = fresh_store(place.rank, place.size, timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
@@ -66,6 +68,28 @@ def connect(cfg, place: Environment, device: torch.device):
         reason = str(error).strip().partition("\n")[0][:200]
         where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
         raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
+
+
+def find_address(place: Environment, seconds: int):
+    """Wait until the address of the ranks' store can be resolved, and until it answers if another process has it.
+    OSError after so many seconds. PyTorch's own attempts print dozens of lines."""
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():  # which PyTorch refuses in a line
+        return
+    own = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if own:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, int(port)), timeout=seconds).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
 
 
 def may_restart() -> bool:
