@@ -14,13 +14,13 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import copy
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.objective import objective_class
@@ -32,7 +32,7 @@ from engine.parallel.owners import Matrix, Part, cuts, part_of, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, LoadBalance, Model, Normal, Stack
+from model import Block, Experts, LoadBalance, Model, Stack
 
 
 def local(x: Tensor) -> Tensor:
@@ -45,44 +45,38 @@ def load_biases(model: nn.Module) -> set[nn.Parameter]:
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
 
 
-def unpadded_shapes(model: Model, cfg) -> dict[str, torch.Size]:
-    """The shapes of the model's parameters without padding for tp, on which the numbers that are drawn depend."""
-    if cfg.vocab_rows != cfg.vocab_size:
-        cfg = copy(cfg)
-        cfg.tp = 1
-        model = Model(cfg)
-    return {name: p.shape for name, p in model.named_parameters()}
-
-
-def all_reduce_gradients(params: list[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
+def all_reduce_gradients(params: Iterable[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
     """Average the parameters' gradients over the ranks of a mesh, or with mean=False sum them, in one message."""
     grads = [local(p.grad) for p in params if p.grad is not None]
     if mesh.size() == 1 or not grads:
         return
-    flat = torch.cat([grad.flatten() for grad in grads])
+    flat = _flatten_dense_tensors(grads)
     dist.all_reduce(flat, group=mesh.get_group())
     if mean:
         flat *= 1 / mesh.size()
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+    torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
 
 
 class ShardedModel:
-    """This rank's shard of the model. Parameters keep their names, and have no values yet."""
+    """This rank's shard of the model. Parameters keep their names, and have no values yet.
+
+    model          the modules and parameters that this rank has
+    forward_model  what computes a micro-batch's loss: the model, or DDP around it
+    has_loss       False in all stages of a pipeline but the last
+    divides        whether ranks have different parameters
+    shapes         name -> shape of the parameter in the whole model
+    shares         name -> how the ranks share the parameter, see owners.cuts
+    """
 
     def __init__(self, cfg, ranks: Ranks):
+        self.cfg = cfg
         self.ranks = ranks
-        self.tp, self.ep, self.pp = cfg.tp, cfg.ep, cfg.pp
         self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
-        self.reshard = cfg.fsdp_reshard
-        self.home = ranks.device  # of the parameters
-        if self.fsdp and cfg.fsdp_offload:
-            self.home = torch.device("cpu")
+        self.divides = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)
-            self.drawn_shapes = unpadded_shapes(self.model, cfg)
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}  # of whole parameters
+        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True
@@ -90,7 +84,7 @@ class ShardedModel:
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
         self.cut(cfg)
         self.wrap(cfg)
-        self.divides = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1  # whether ranks have different parameters
+        self.allocate(cfg)
         self.loads = load_biases(self.model)
         self.note_copies(cfg)
 
@@ -112,7 +106,7 @@ class ShardedModel:
             self.cut_by_ep = apply_expert_parallel(self.model, group, self.ranks.compile)
 
     def wrap(self, cfg):
-        """Apply to the model what surrounds its layers, and allocate it."""
+        """Change how blocks compute: in float8, recomputed in the backward, compiled, gathered by FSDP."""
         model, ranks = self.model, self.ranks
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if cfg.fp8:
@@ -130,7 +124,12 @@ class ShardedModel:
             compilation.compile_model(model, parts)
         if self.fsdp:
             shard(model, cfg, ranks)
-        model.to_empty(device=self.home)
+
+    def allocate(self, cfg):
+        """Allocate the parameters, and make what calls the model: a pipeline's schedule, or DDP."""
+        model, ranks = self.model, self.ranks
+        offloaded = self.fsdp and cfg.fsdp_offload
+        model.to_empty(device="cpu" if offloaded else ranks.device)
         model.tie()
         self.forward_model = model
         if cfg.pp > 1:
@@ -138,14 +137,13 @@ class ShardedModel:
 
             self.pipeline = Pipeline(model, cfg, ranks)
         elif not (self.fsdp or cfg.eval_only) and ranks.mesh and ranks.mesh["shard"].size() > 1:
-            devices = [ranks.device] if ranks.device.type == "cuda" else None
             model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide
             self.forward_model = nn.parallel.DistributedDataParallel(
-                model, device_ids=devices, process_group=ranks.mesh["shard"].get_group(), gradient_as_bucket_view=True
+                model, process_group=ranks.mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
 
     def note_copies(self, cfg):
-        """Note of each parameter how ranks share it, and which parameters have copies on other ranks."""
+        """Note how ranks share each parameter, and which gradients are reduced by `reduce_gradients`."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
         named = dict(self.model.named_parameters())
         self.divided = [named[name] for name in self.cut_by_ep]
@@ -154,7 +152,7 @@ class ShardedModel:
         if self.fsdp and not cfg.fsdp_offload:
             self.whole = kept_whole(self.model)
         whole = {*self.whole}
-        self.shares = {}  # name -> see owners.cuts
+        self.shares = {}
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
         self.tp_replicated = []
         for name, p in named.items():
@@ -174,8 +172,7 @@ class ShardedModel:
         if x.dim() == 0:
             return Part(mine, (), ())
         shape = self.shapes[name]
-        in_stage = self.ranks.rank % (self.ranks.size // self.pp)
-        slices, _, _ = place(Matrix(shape, None, self.shares[name]), in_stage)
+        slices, _, _ = place(Matrix(shape, None, self.shares[name]), self.ranks.rank)
         return Part(mine, tuple(each.start for each in slices), shape)
 
     @torch.no_grad()
@@ -187,9 +184,6 @@ class ShardedModel:
         for name, p in self.model.named_parameters():
             if names is None or name in names:
                 mine, offsets, shape = self.part(name, p)
-                path, _, kind = name.rpartition(".")
-                if isinstance(self.model.get_submodule(path).initial[kind], Normal):
-                    shape = self.drawn_shapes[name]
                 device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
                 mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
 
@@ -219,7 +213,7 @@ class ShardedModel:
             # Each micro-batch's sum of losses is divided by the mean number of targets of all micro-batches.
             total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in parts))
             self.model.n_targets = total.clamp(min=1) / (self.ranks.size * micro_steps)
-        if self.pp > 1:
+        if self.cfg.pp > 1:
             loss = self.pipeline.backward([*parts])
         else:
             loss = self.accumulate(parts, micro_steps, scaler)
@@ -233,7 +227,7 @@ class ShardedModel:
         for micro_step, batch in enumerate(parts):
             last = micro_step == micro_steps - 1
             if self.fsdp:  # reduce-scatter after every micro-step if resharding, otherwise only after the last
-                self.model.set_requires_gradient_sync(last or self.reshard)
+                self.model.set_requires_gradient_sync(last or self.cfg.fsdp_reshard)
                 self.model.set_requires_all_reduce(last)  # HSDP's, over the copies
             else:  # DDP averages once per step; a model that is not wrapped ignores this
                 self.forward_model.require_backward_grad_sync = last
@@ -247,15 +241,15 @@ class ShardedModel:
         """Average or sum the gradients that neither DDP nor FSDP reduces."""
         mesh = self.ranks.mesh
         if grads := [local(p.grad) for p in self.divided if p.grad is not None]:
-            torch._foreach_mul_(grads, 1 / self.ep)
+            torch._foreach_mul_(grads, 1 / self.cfg.ep)
         if self.fsdp:
             all_reduce_gradients(self.whole, mesh["replicate"])
             all_reduce_gradients(self.whole, mesh["shard"])
         elif self.divided:
             all_reduce_gradients(self.divided, self.ranks.experts["shard"])
-        if self.pp > 1 and not self.fsdp:  # DDP cannot wrap a pipeline's schedule
+        if self.cfg.pp > 1 and not self.fsdp:  # DDP cannot wrap a pipeline's schedule
             all_reduce_gradients(self.undivided, mesh["shard"])
-        if self.tp > 1:
+        if self.cfg.tp > 1:
             all_reduce_gradients(self.tp_replicated, mesh["tp"], mean=False)
 
     @torch.no_grad()
@@ -264,10 +258,10 @@ class ShardedModel:
         params = [p for p in self.model.parameters() if p.grad is not None and p not in self.loads]
         grads = [local(p.grad) for p in params]
         norms = torch._foreach_norm(grads)
-        self.grad_norms = params, torch.stack(norms)
+        self.unclipped = dict(zip(params, norms, strict=True))
         if self.divides:
-            torch._foreach_mul_(norms, [self.norm_weight[p] for p in params])
-            norm = self.ranks.sum(torch.stack(norms).square().sum()).sqrt()
+            weighted = torch._foreach_mul(norms, [self.norm_weight[p] for p in params])
+            norm = self.ranks.sum(torch.stack(weighted).square().sum()).sqrt()
         else:
             norm = torch.linalg.vector_norm(torch.stack(norms))
         if limit:
@@ -280,21 +274,19 @@ class ShardedModel:
         as grad_norm/blocks.0. {} if ranks share the weights."""
         if self.divides:
             return {}
-        params, grad_norms = self.grad_norms
-        weight_norms = torch.stack(torch._foreach_norm(params))
-        squares = torch.stack((grad_norms, weight_norms), dim=1).square().tolist()
-        part = {p: re.match(r"(encoder\.)?(blocks\.)?\w+", name)[0] for name, p in self.model.named_parameters()}
-        found = defaultdict(float)
-        for p, (grad, weight) in zip(params, squares, strict=True):
-            found[f"grad_norm/{part[p]}"] += grad
-            found[f"weight_norm/{part[p]}"] += weight
-        return {tag: math.sqrt(total) for tag, total in found.items()}
+        squares = defaultdict(float)
+        for name, p in self.model.named_parameters():
+            if p in self.unclipped:
+                part = re.match(r"(encoder\.)?(blocks\.)?\w+", name)[0]
+                squares[f"grad_norm/{part}"] += self.unclipped[p].square()
+                squares[f"weight_norm/{part}"] += p.norm().square()
+        return dict(zip(squares, torch.stack([*squares.values()]).sqrt().tolist(), strict=True))
 
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss over the targets of a batch from `self.batch`; 0 if has_loss is False."""
         with self.ranks.autocast():
-            loss = self.pipeline.loss(batch) if self.pp > 1 else self.model(**batch)
+            loss = self.pipeline.loss(batch) if self.cfg.pp > 1 else self.model(**batch)
         if experts := self.model.experts():
             real = (batch["targets"] >= 0).any(1, keepdim=True)  # not the sequences that fill the last batch
             self.routing = self.routing + torch.stack([(m.routing * real).sum(0) for m in experts])
@@ -327,27 +319,28 @@ class ShardedModel:
     def unequal_copies(self) -> str:
         """An error if ranks that hold copies of the same parameters have different ones, otherwise "". Every rank calls
         it, and sends the sums of its parameters' bits."""
-        sums: dict = {}  # kind of share -> the sum of the bits of the parameters that ranks share so
+        sums = defaultdict(int)  # kind of share -> the sum of the bits of the parameters that ranks share so
         for name, p in self.model.named_parameters():
-            bits = local(p).view(torch.int32).sum(dtype=torch.int64)
-            sums[self.shares[name]] = sums.get(self.shares[name], 0) + bits
+            sums[self.shares[name]] += local(p).view(torch.int32).sum(dtype=torch.int64)
+        mine = {(kind, part_of(kind, self.ranks.rank)): int(total) for kind, total in sums.items()}
         copies = defaultdict(dict)  # of each part of the model: rank -> sum
-        for rank, found in enumerate(of_all_ranks({kind: int(total) for kind, total in sums.items()})):
-            for kind, total in found.items():
-                copies[kind, part_of(kind, rank)][rank] = total
-        differing = {}  # rank -> a rank that has the usual copy
+        for rank, found in enumerate(of_all_ranks(mine)):
+            for part, total in found.items():
+                copies[part][rank] = total
+        unequal = {}  # rank -> how it is named
         for found in copies.values():
             [(usual, _)] = Counter(found.values()).most_common(1)
             other = next(rank for rank, total in found.items() if total == usual)
-            differing |= {rank: other for rank, total in found.items() if total != usual}
-        if not differing:
+            for rank, total in found.items():
+                if total != usual:
+                    unequal[rank] = f"those of rank {rank} from those of rank {other}"
+        if not unequal:
             return ""
-        unequal = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in differing.items())
         return (
-            f"copies of parameters differ: {unequal}; go on from the last checkpoint with --init_from=resume, and if "
-            "they differ again, replace the machines of these ranks"
+            f"copies of parameters differ: {', '.join(unequal.values())}; go on from the last checkpoint with "
+            "--init_from=resume, and if they differ again, replace the machines of these ranks"
         )
 
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""
-        return self.ranks.sum(loss.clone()).item() * self.pp / self.ranks.size
+        return self.ranks.sum(loss.clone()).item() * self.cfg.pp / self.ranks.size
