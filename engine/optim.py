@@ -240,7 +240,7 @@ OPTIMIZER = {"adamw": Parts(AdamW), "muon": Parts(AdamW, muon=True)}
 @cache
 def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
     """Bytes of the optimizer's state of a parameter of so many float32 numbers: scalars, and tensors of its shape."""
-    state = optimizer.new_state(torch.empty(1, dtype=torch.float32, device="meta")).values()
+    state = optimizer.new_state(torch.zeros(1, device="cpu")).values()  # meta tensors would import sympy: a second
     return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
 
 

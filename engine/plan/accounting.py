@@ -14,15 +14,21 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
     reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
     total = 6 * model.head.weight.numel() * T
-    for name, m in model.named_modules():
-        if isinstance(m, Linear):
-            tokens = source if name.startswith("encoder.") or m.role == "memory" else T
-            total += 6 * int(m.weight.numel() * m.read_share) * tokens
+    for m, tokens in readings(model, T, source):
+        total += 6 * int(m.weight.numel() * m.read_share) * tokens
     for m, queries, keys, slots in pools(model, T, source):
         window = m.window if m.causal else 2 * m.window - 1
         products = 2 * (min(keys, window) if m.window else keys)  # with keys and with values
         total += 6 * queries * m.n_head * m.head_dim * (products + (slots and m.slot_k.size(1) + slots))
     return total
+
+
+def readings(model: Model, T: int, source: int) -> Iterator[tuple[Linear, int]]:
+    """The linear layers, each with the number of tokens of a text and its source that it reads."""
+    for name, m in model.named_modules():
+        if isinstance(m, Linear):
+            of_source = name.startswith("encoder.") or m.role == "memory"
+            yield m, source if of_source else T
 
 
 def n_read(model: Model) -> int:

@@ -1,14 +1,15 @@
 """Refuses, before anything is allocated, a run, a sampling or an evaluation that can never fit into the memory.
 
 What is needed at least is compared with the total memory, not with the free memory, which other programs may increase.
-So a run that could fit is never refused; --plan=True prints the whole estimate.
+So a run that could fit is never refused; --plan=True prints an estimate of the whole need.
 """
 
 import torch
 
-from engine.device import process_memory, resolve_dtype
+from engine.device import process_memory
+from engine.optim import OPTIMIZER, Muon, state_bytes
 from engine.parallel.connection import environment
-from engine.plan.estimate import STATES, Rank, compiled
+from engine.plan.accounting import readings
 from model import Model, heads_of
 from ops import rows_at_once
 
@@ -21,9 +22,6 @@ FLAGS = {  # kind -> the flags that determine it
     "keys and values": ["num_samples"],
     "logits": ["num_samples"],
 }
-CERTAIN = 0.75  # share of the estimated activations that a run takes at least,
-COMPILED = 0.4  # and a compiled run, which keeps less than the uncompiled blocks that are measured
-SMALL = 2**30  # bytes that every machine has, so that small runs start at once
 
 
 def n_params(cfg) -> int:
@@ -32,17 +30,42 @@ def n_params(cfg) -> int:
         return Model(cfg).n_params()
 
 
-def training_need(cfg, device: torch.device, size: int) -> Need:
-    """The least peak memory of a rank of `size`: in the update, or in the loss before there are gradients."""
+def width(dtype: str) -> int:
+    """The least bytes of a number that is computed under this value of the flag dtype."""
+    if dtype == "float32":
+        return 4
+    return 2
+
+
+def training_need(cfg, lengths: tuple[int, int], device: torch.device, size: int) -> Need:
+    """The least peak memory of a rank of `size`, on sequences of these lengths: in the update, or in the loss of the
+    first micro-step, before there are gradients."""
+    need = evaluation_need(cfg, cfg.batch_size, device, size)
     if cfg.eval_only:
-        return evaluation_need(cfg, cfg.batch_size, device, size)
-    if 16 * n_params(cfg) * (1 + cfg.batch_size * cfg.block_size) <= SMALL:  # four numbers of each are enough
-        return {}
-    rank = Rank(cfg, device, size)
-    states = sum(rank.memory[kind] for kind in STATES)
-    share = COMPILED if compiled(cfg, device) else CERTAIN
-    activations = share * (rank.total + rank.host - states) - rank.memory["gradients"]
-    return {PARAMETERS: states - rank.host, "activations": max(0, int(activations))}
+        return need
+    gradients = weights = need[PARAMETERS]
+    optimizer = OPTIMIZER[cfg.optimizer]
+    kind = optimizer.rest
+    if optimizer.muon:
+        kind = Muon  # it keeps less
+    states = weights + gradients + state_bytes(kind, weights // 4)
+    activations = need["activations"] + kept(cfg, lengths) // (cfg.tp * cfg.cp * cfg.pp) - gradients
+    if cfg.fsdp_offload:
+        states = 0  # on the device
+    return {PARAMETERS: states, "activations": max(0, activations)}
+
+
+def kept(cfg, lengths: tuple[int, int]) -> int:
+    """Bytes that ranks keep of a micro-batch for the backward at least: what enters each block and, unless it is
+    recomputed, what projections make: queries, keys, values and hidden units."""
+    numbers = cfg.n_layer * cfg.n_embd * lengths[0]
+    if cfg.activation_checkpoint == "none":
+        with torch.device("meta"):
+            model = Model(cfg)
+        for m, tokens in readings(model, *lengths):
+            if m.role in ("into", "memory"):
+                numbers += int(m.weight.numel() * m.read_share) // m.weight.size(-1) * tokens
+    return width(cfg.dtype) * cfg.batch_size * numbers
 
 
 def evaluation_need(flags, batch_size: int, device: torch.device, size: int) -> Need:
@@ -53,14 +76,13 @@ def evaluation_need(flags, batch_size: int, device: torch.device, size: int) -> 
     tokens = batch_size * flags.block_size // flags.cp // flags.pp
     rows = min(tokens, rows_at_once(flags.loss_chunk, flags.vocab_size, device))
     numbers = tokens * flags.n_embd + rows * flags.vocab_size
-    activations = resolve_dtype(flags.dtype, device).itemsize * numbers // flags.tp
-    return {PARAMETERS: 4 * n_params(flags) // cut, "activations": activations}
+    return {PARAMETERS: 4 * n_params(flags) // cut, "activations": width(flags.dtype) * numbers // flags.tp}
 
 
-def check_training(cfg, device: torch.device, size: int):
+def check_training(cfg, lengths: tuple[int, int], device: torch.device, size: int):
     """ValueError if a rank of this run on `size` ranks needs more memory than it can have."""
     try:
-        need = training_need(cfg, device, size)
+        need = training_need(cfg, lengths, device, size)
     except RuntimeError:  # a size has more than 63 bits
         need = {PARAMETERS: 2**63}
     check_memory(need, device, cfg)
@@ -89,7 +111,7 @@ def check_sampling(cfg, flags, device: torch.device):
     keys = 2 * cfg.num_samples * min(limit, 1 + cfg.max_new_tokens) * heads * flags.head_size  # after one token
     need = {
         CHECKPOINT: 4 * n_params(flags),
-        "keys and values": resolve_dtype(cfg.dtype, device).itemsize * keys,
+        "keys and values": width(cfg.dtype) * keys,
         "logits": 4 * cfg.num_samples * flags.vocab_size,
     }
     check_memory(need, device, cfg)
