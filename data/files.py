@@ -55,14 +55,6 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
-def amount(n: float) -> str:
-    """A number of bytes for people: 26712 -> "26.71 kB"."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if n >= unit:
-            return f"{n / unit:,.4g} {name}"
-    return f"{n:,.4g} bytes"
-
-
 def open_small(path: Path, most: int) -> BinaryIO:
     """Opens a regular file for reading. ValueError if it has more than `most` bytes."""
     f = open(path, "rb", opener=open_regular)

@@ -61,7 +61,6 @@ def refused(result, *words: str) -> None:
         ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
         ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
         ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
-        ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
         ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
         ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
     ],
@@ -85,9 +84,7 @@ def test_a_stdout_that_fails_loses_nothing(tmp_path):
     flags = [ROOT / "data/shakespeare_char/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
     line = shlex.join([sys.executable, "-u", *map(str, flags)])
     done = subprocess.run(f"exec {line} >/dev/full", shell=True, capture_output=True, text=True)
-    note, error = done.stderr.splitlines()
-    assert done.returncode == 2 and note.startswith("note: ")
-    assert error.startswith("error: stdout: No space left on device; ")
+    assert done.returncode == 2 and done.stderr.startswith("error: stdout: No space left on device; ")
     assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
     for redirection in ("2>&-", "2>/dev/full"):  # nor does an error need a stderr
         done = subprocess.run(f"exec {line} --nope=1 {redirection}", shell=True, capture_output=True, text=True)
@@ -131,25 +128,21 @@ def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
 
 SHARD = {"name": "train.bin", "tokens": 1}
 META = [
-    *({"vocab_size": size} for size in (10**18, 10**400, True, 5.0, -1, None)),
-    *({"vocab_size": 5, "eot": eot} for eot in (True, -1, 2**70, 1.0)),
-    *({"vocab_size": 5, "splits": splits} for splits in ([], "x", {"train": []}, {"train": {"shards": 3}})),
+    *({"vocab_size": size} for size in (10**18, True, 5.0, -1, None)),
+    *({"vocab_size": 5, "eot": eot} for eot in (True, -1, 5)),
+    *({"vocab_size": 5, "splits": splits} for splits in ([], {"train": []}, {"train": {"shards": 3}})),
     *({"vocab_size": 5, "splits": {"train": {"shards": [SHARD | change]}}} for change in (
-        {"name": ""}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"}, {"name": "\ud800"},
-        {"name": None}, {"tokens": True}, {"tokens": -1}, {"tokens": 2**70}, {"tokens": "1"}, {"tokens": 2},
-        {"max_token": -1}, {"max_token": 5},
+        {"name": ""}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"}, {"name": None},
+        {"tokens": 2}, {"max_token": 5},
     )),
     {"vocab_size": 5, "tokenizer": {"kind": "byte"}},
     {"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}},
     *({"vocab_size": 257, "tokenizer": spec} for spec in (
-        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "char", "chars": ["a"]},
-        {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}}, {"kind": "x" * 9999},
+        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "x" * 9999},
+        {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}},
     )),
 ]  # fmt: skip
-TEXTS = [
-    "", "null", "NaN", "[]", '{"vocab_size": NaN}', '{"vocab_size": 1e400}',
-    '{"vocab_size": ' + "9" * 5000 + "}", '{"vocab_size": 5', '{"vocab_size": 5, "x": ' + "[" * 100_000,
-]  # fmt: skip
+TEXTS = ["", "[]", '{"vocab_size": NaN}', '{"vocab_size": 5', '{"vocab_size": 5, "x": ' + "[" * 100_000]
 
 
 @pytest.mark.parametrize("text", [*map(json.dumps, META), *TEXTS], ids=lambda text: text[:60])
@@ -158,16 +151,6 @@ def test_strange_meta_is_one_line(call, tmp_path, monkeypatch, text):
     Path("train.bin").write_bytes(b"\1\0")
     Path("meta.json").write_text(text)
     assert len(error(lambda: dataset.open_data(tmp_path).split("train"))) < 700
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "splits": {}}'])
-def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("some words of text\n" * 50)
-    Path("set/.preparing").mkdir(parents=True)
-    Path("set/.preparing/progress.json").write_bytes(content)
-    words = ["progress.json cannot be used (", "to start again"]
-    refused(call("text", "--input=a.txt", "--tokenizer=byte", "--out=./set"), *words)
 
 
 # ---------------------------------------------------------------------------------------------------------- what next

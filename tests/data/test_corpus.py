@@ -27,7 +27,6 @@ from preparing import WORDS, args, command, error, failed, files_of, prepare, te
 
 from data import corpus, sources
 from data.dataset import open_data
-from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
 from engine.text import prompt_ids, read_prompt, read_text
@@ -393,7 +392,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path, documents):
     path.write_bytes(b"\xef\xbb\xbfnaive")
     assert read(path, documents) == ["naive"]
     assert read_prompt(f"FILE:{path}") == read_text("file", str(path), 99) == "naive"
-    assert shakespeare.decoded("a.txt", path.read_bytes()) == "naive"
 
 
 @given(st.lists(st.text("ab\n <|>", max_size=9), min_size=1, max_size=9), st.integers(1, 40))

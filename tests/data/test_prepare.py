@@ -13,7 +13,7 @@ from helpers import ROOT, read_all
 from preparing import command, load
 
 from data.dataset import open_data
-from data.shakespeare_char import text as shakespeare
+from data.shakespeare_char import prepare as shakespeare
 from data.tokenizer import ByteTokenizer
 
 # ------------------------------------------------------------------------------------------------------------ pycode
@@ -62,13 +62,10 @@ def test_pycode_is_deterministic_and_sorted(tmp_path):
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
-@pytest.mark.parametrize("as_url", [False, True])
-def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
-    source = tmp_path / "my text.txt"
-    source.write_text(TEXT)
-    where = source.as_uri() if as_url else source
-    result = command("shakespeare_char", f"--input={where}", f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0 and "is not nanoGPT's Shakespeare" in result.stderr, result
+def test_shakespeare_is_nanogpts_token_for_token(tmp_path):
+    (tmp_path / "my text.txt").write_text(TEXT)
+    result = command("shakespeare_char", f"--input={tmp_path}/my text.txt", f"--out={tmp_path / 'out'}")
+    assert result.returncode == 0, result
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
     data = open_data(tmp_path / "out", verify=True)
@@ -79,27 +76,22 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """data/shakespeare_char/text.py with an empty folder, and with the text above as its download."""
-    module = shakespeare
-    monkeypatch.setattr(module, "HERE", tmp_path / "set")
-    monkeypatch.setattr(module, "URL", (tmp_path / "remote.txt").as_uri())
-    monkeypatch.setattr(module, "SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
-    (tmp_path / "set").mkdir()
+    """data/shakespeare_char/prepare.py without its text, and with the text above as its download."""
+    monkeypatch.setattr(shakespeare, "TEXT", tmp_path / "set" / "input.txt")
+    monkeypatch.setattr(shakespeare, "URL", (tmp_path / "remote.txt").as_uri())
+    monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(TEXT.encode()).hexdigest())
     (tmp_path / "remote.txt").write_text(TEXT)
-    return module
+    return shakespeare
 
 
-def test_shakespeare_download_is_checked_and_kept(script, tmp_path):
+def test_shakespeare_download_is_checked(script, tmp_path):
     (tmp_path / "remote.txt").write_text(TEXT[:-1])
-    with pytest.raises(ValueError, match="has the SHA-256 .*; get it elsewhere and pass --input=FILE"):
-        script.shakespeare()
-    assert not any(script.HERE.iterdir())
+    with pytest.raises(ValueError, match="has the SHA-256 .*; put the text at .* or pass --input=FILE"):
+        script.download()
+    assert not script.TEXT.exists()
     (tmp_path / "remote.txt").write_text(TEXT)
-    assert script.shakespeare() == TEXT.encode()
-    (tmp_path / "remote.txt").unlink()
-    assert script.shakespeare() == TEXT.encode() and [p.name for p in script.HERE.iterdir()] == ["input.txt"]
-    (script.HERE / "input.txt").write_text("my own")  # a file of the user is not replaced
-    assert script.shakespeare() == b"my own"
+    script.download()
+    assert script.TEXT.read_text() == TEXT
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
@@ -116,12 +108,12 @@ def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer:
             threading.Thread(target=serve, daemon=True).start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
+        monkeypatch.setattr(script, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
         with pytest.raises(ValueError, match="^cannot download http://127.0.0.1.*; put the text at"):
-            script.download(url)
+            script.download()
 
 
-def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, capsys):
+def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch):
     """The byte tokenizer replaces GPT-2's, whose table may be missing here."""
     module, text = load("shakespeare"), "é" * 19 + "a"
     (tmp_path / "a.txt").write_text(text)
@@ -131,7 +123,6 @@ def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch, cap
     data = open_data(tmp_path / "out", verify=True)
     assert bytes(read_all(data.split("train"))) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
     assert bytes(read_all(data.split("val"))) == "éa".encode()
-    assert "is not nanoGPT's" in capsys.readouterr().err
 
 
 def test_shakespeare_sizes(tmp_path):
@@ -140,4 +131,4 @@ def test_shakespeare_sizes(tmp_path):
     if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shakespeare.SHA256:
         pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
     result = command("shakespeare_char", f"--out={tmp_path}")
-    assert "65 characters, 1,003,854 train + 111,540 val tokens" in result.stdout and "note" not in result.stdout
+    assert "65 characters, 1,003,854 train + 111,540 val tokens" in result.stdout
