@@ -9,33 +9,30 @@ are int, float, str, bool, Literal["a", "b"], and unions such as `bool | Literal
 A config file is parsed, never executed. It holds comments, a docstring and lines `name = value`. A value is a number, a
 string, True or False, an earlier name of the same file, numbers joined by + - * / // % ** and parentheses, or strings
 joined by +. A name that begins with an underscore is a variable of the file; every other name must be a flag. On the
-command line, a str flag takes its text unchanged (without quotes around it); all other flags take the same values as in
-a file.
+command line, a str flag takes its text unchanged unless that is in quotes; all other values are those of a file.
 
 Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be nan or inf.
 """
 
 import ast
-import difflib
+import math
 import operator
 import os
 import re
 import sys
 import textwrap
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from functools import cache
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from data.errors import printable, require
 from data.files import write_file
-from flags import Flags, check_limits, documented, refuse, refuse_unused, rests_on, unused
+from flags import Flags, check_limits, documented, refuse, refuse_unused, rests_on, setting, unused
 from model import ModelConfig, try_flags
 
 T = TypeVar("T")
-GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # What was retired: a flag -> the value that may be dropped, because it is what the program does now; ... means none.
 # "flag=value" is a retired choice of a flag that stays -> what to write instead.
 RETIRED_OF_THE_MODEL: dict[str, Any] = {
@@ -75,7 +72,9 @@ OPERATORS = {
     ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
 LARGEST_FILE = 2**20  # bytes
-LARGEST = 4096  # bits of a computed integer, or characters of a joined string; so 9**9**9 is refused, not computed
+LARGEST = 1000  # characters of a computed number or text
+LARGEST_EXPONENT = 64  # so 9**9**9 is refused, not computed
+NO_VALUE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)  # what evaluate and ast.parse raise
 ALLOWED = "a config file holds only name = value; a value is a literal or arithmetic over literals and earlier names"
 
 
@@ -93,7 +92,7 @@ class Config(ModelConfig):
     span_length: float = 3.0  # [objective=seq2seq] mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
-    out_dir: str = "out"  # checkpoints, metrics, the resolved flags (config.py) and earlier ones (config_STEP.py)
+    out_dir: str = "out"  # folder of checkpoints, metrics and the resolved flags (config.py; earlier: config_STEP.py)
     init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, ema:RUN, hf:DIR or nanogpt:FILE
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # [>0] optimizer steps
@@ -157,7 +156,19 @@ class Config(ModelConfig):
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {
         ("decay_lr", True): {},
         ("decay_lr", False): {"schedule": "constant", "warmup_iters": 0},
-        **{("init_from", name): {"init_from": f"hf:openai-community/{name}"} for name in GPT2},
+        ("init_from", "gpt2"): {"init_from": "hf:openai-community/gpt2"},
+        ("init_from", "gpt2-medium"): {"init_from": "hf:openai-community/gpt2-medium"},
+        ("init_from", "gpt2-large"): {"init_from": "hf:openai-community/gpt2-large"},
+        ("init_from", "gpt2-xl"): {"init_from": "hf:openai-community/gpt2-xl"},
+    }
+
+    # The form of each flag that is a text, which its comment says in words.
+    FORMS: ClassVar[dict[str, str]] = {
+        "dataset": r".*\S.*",
+        "out_dir": r"(?!~).*\S.*",
+        "init_from": "scratch|resume|(checkpoint|ema|hf|nanogpt):.+",
+        "device": r"auto|cpu|cuda(:\d{1,3})?|mps",
+        "batch_ramp": r"([1-9]\d{0,5}:[1-9]\d{0,8}(,(?!$)|$))*",
     }
 
     def __post_init__(self):
@@ -165,29 +176,13 @@ class Config(ModelConfig):
         self.out_dir = os.path.expanduser(self.out_dir)
         if 0 < self.spike_factor <= 1:
             refuse(self, "spike_factor", "must be above 1, such as 10, or 0 = off")
-        self.check_texts()
-        self.check_schedule()
-
-    def check_texts(self):
-        """ValueError unless the flags that are texts have a known form."""
-        for name, pattern, form in (
-            ("dataset", r".*\S.*", "a folder under data/, such as pycode, a path, or a mixture, such as a:0.7,b:0.3"),
-            ("out_dir", r"(?!~).*\S.*", "a folder, such as out; ~ means your home"),
-            (
-                "init_from",
-                "scratch|resume|(checkpoint|ema|hf|nanogpt):.+",
-                "scratch, resume, checkpoint:RUN (a run's weights), ema:RUN (their average), hf:DIR or nanogpt:FILE",
-            ),
-            ("device", r"auto|cpu|cuda(:\d{1,3})?|mps", "auto, cpu, cuda, cuda:N or mps"),
-        ):
-            value = getattr(self, name)
-            if not re.fullmatch(pattern, value, re.DOTALL):
-                refuse(self, name, f"must be {form}")
-        part = r"[1-9]\d{0,5}:[1-9]\d{0,8}"
+        for name, form in self.FORMS.items():
+            if not re.fullmatch(form, getattr(self, name), re.DOTALL):
+                refuse(self, name, f"must be: {documented(type(self))[name].doc}")
         ends = [end for _, end in self.ramp]
-        if not re.fullmatch(f"({part}(,{part})*)?", self.batch_ramp) or ends != sorted(set(ends)):
-            form = "micro-batches and the step before which they hold, in ascending steps, such as 8:1000,16:2000"
-            refuse(self, "batch_ramp", f"must be {form}")
+        if ends != sorted(set(ends)):
+            refuse(self, "batch_ramp", "the steps must ascend, as in 8:1000,16:2000")
+        self.check_schedule()
 
     def check_schedule(self):
         """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
@@ -225,166 +220,146 @@ class Config(ModelConfig):
 # Reading
 
 
-@dataclass
-class Given:
-    """The flags that config files and the command line set."""
+class Setting(NamedTuple):
+    """A flag that a config file, an argument or a checkpoint sets."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # in the types of the flags
-    sources: dict[str, str] = field(default_factory=dict)  # where each was set: {"n_layer": "config/x.py:3"}
+    name: str
+    value: Any
+    place: str  # "file:line", COMMAND_LINE or a checkpoint
 
 
 def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
     """The flags of a command: an instance of the flag dataclass `cls`, filled from the config files and `--name=value`
     in argv, by default sys.argv[1:].
 
-    `doc` is the text above the flags of --help, usually the docstring of the script. The result's `sources` are those
-    of Given. Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
+    `doc` is the text above the flags of --help, usually the docstring of the script. The result's `sources` say where
+    each flag was set. Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
     """
     return resolve(cls, read_flags(cls, argv, doc))
 
 
-def parse_positional(cls: type[T], names: str, argv: list[str] | None = None, doc: str = "") -> tuple[list[str], T]:
-    """As parse, for a command that reads no config files: (its positional arguments, its flags).
-
-    `names` describes the positional arguments, such as "export RUN DIR". A word of small letters stands for itself, and
-    three dots after the last name mean one or more.
-    """
+def parse_positional(cls: type[T], argv: list[str] | None = None, doc: str = "") -> tuple[list[str], T]:
+    """As parse, for a command that reads no config files: (its other arguments, its flags)."""
     argv = sys.argv[1:] if argv is None else argv
-    given = [arg for arg in argv if not arg.startswith("-")]
-    cfg = parse(cls, [arg for arg in argv if arg.startswith("-")], doc)
-    wanted = names.split()
-    if names.endswith("..."):
-        wanted += wanted[-1:] * (len(given) - len(wanted))
-    fits = len(given) == len(wanted)
-    for name, arg in zip(wanted, given, strict=False):
-        fits = fits and (name.isupper() or name == arg)
-        refuse_address(printable(arg), arg)
-    require(fits, f"expected {names}, not {printable(' '.join(given)) or 'nothing'}; --help says what they are")
-    return given, cfg
+    words = [arg for arg in argv if not arg.startswith("-")]
+    for word in words:
+        refuse_address(word, printable(word))
+    return words, parse(cls, [arg for arg in argv if arg.startswith("-")], doc)
 
 
-def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> Given:
+def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[str, Setting]:
     """The first half of parse: reads what files and arguments set, each flag for itself."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(usage(cls, doc), flush=True)
         raise SystemExit(0)
-    paths, settings = read_arguments(argv, hints(cls))
-    last: dict[str, tuple[Any, str]] = {}  # name: (value, place), in the order of the last settings
-    for name, value, where in [setting for path in paths for setting in read_file(path)] + settings:
-        last.pop(name, None)
-        last[name] = value, where
-    given, theirs = Given(), getattr(cls, "NANOGPT", {})
-    for spelling, (value, where) in last.items():
-        ours = theirs.get((spelling, value), {spelling: value})
-        for name, v in ours.items():
-            if not is_retired(cls, name, v, where):
-                given.values[name], given.sources[name] = convert(cls, name, v, where), where
-    return given
+    in_files = []
+    on_command_line = []
+    for arg in argv:
+        if arg.startswith("-") or "=" in arg:
+            on_command_line.append(read_argument(cls, arg))
+        else:
+            in_files += read_file(arg)
+    last: dict[str, Setting] = {}  # of each flag, in the order of these settings
+    for each in in_files + on_command_line:
+        last.pop(each.name, None)
+        last[each.name] = each
+    return typed(cls, last.values())
 
 
-def resolve(cls: type[T], given: Given, stored: dict[str, Any] | None = None, origin: str = "") -> T:
+def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
+    """The settings by name, in the types of the flags of `cls`. nanoGPT's become ours, and retired ones go."""
+    found = {}
+    theirs = getattr(cls, "NANOGPT", {})
+    for spelling, value, place in settings:
+        for name, ours in theirs.get((spelling, value), {spelling: value}).items():
+            if not is_retired(cls, name, ours, place):
+                found[name] = Setting(name, convert(cls, name, ours, place), place)
+    return found
+
+
+def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | None = None, origin: str = "") -> T:
     """The second half of parse: the flags `given`, together with defaults, as an instance of `cls`.
 
-    `stored` are defaults instead of those of `cls`, such as the flags of a checkpoint, and `origin` is their place. If
-    the other flags do not use one of them, it has the default of `cls` again.
+    `stored` are defaults instead of those of `cls`, such as the flags of a checkpoint, and `origin` is their place. A
+    flag that the others do not use has the default of `cls`: a stored one always, one of a file if the command line
+    is the reason. Any other is refused.
     """
-    current = {name: v for name, v in (stored or {}).items() if not is_retired(cls, name, v, origin)}
-    values = {name: convert(cls, name, value, origin) for name, value in current.items()} | given.values
+    defaults = typed(cls, [Setting(name, value, origin) for name, value in (stored or {}).items()])
+    values = {name: each.value for name, each in (defaults | given).items()}
+    sources = {name: each.place for name, each in given.items()}
     cfg = cls.__new__(cls)  # first without its own check
-    vars(cfg).update(values, sources=given.sources)
+    vars(cfg).update(values, sources=sources)
     if isinstance(cfg, Flags):
         check_limits(cfg)  # facts count layers
-    idle = unused(cfg)
-    for name in idle:
-        if name in given.sources and not overruled(cfg, name):
+    for name in unused(cfg):
+        values.pop(name, None)
+        overruled = COMMAND_LINE in [sources.get(other) for other in rests_on(cfg, name)]
+        if name in sources and (sources[name] == COMMAND_LINE or not overruled):
             refuse_unused(cfg, name)
-    cfg.__init__(**{name: value for name, value in values.items() if name not in idle})
+    cfg.__init__(**values)
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)
     return cfg
 
 
-def overruled(cfg: Any, name: str) -> bool:
-    """Whether a flag of a file has no effect because of the command line, which is no error."""
-    deciding = [cfg.sources.get(other) for other in rests_on(cfg, name)]
-    return cfg.sources[name] != COMMAND_LINE and COMMAND_LINE in deciding
-
-
-def is_retired(cls: type, name: str, value: Any, where: str) -> bool:
+def is_retired(cls: type, name: str, value: Any, place: str) -> bool:
     """Whether this setting is of a retired flag and may be dropped. ValueError if it is not what the program does now,
     or if it is a retired choice."""
-    here = f"{spell(name, value, where)} ({where})"
-    instead = RETIRED.get(f"{name}={value}")
-    if instead is not None:
-        raise ValueError(f"{here}: this choice was retired; use {instead}, or an older version of this program")
-    if name in hints(cls) or name not in RETIRED:
+    choice = f"{name}={value}"
+    if choice in RETIRED:
+        why = f"this choice was retired; use {RETIRED[choice]}, or an older version of this program"
+        raise ValueError(f"{setting(name, value, place)}: {why}")
+    if name in cls.__dataclass_fields__ or name not in RETIRED:
         return False
-    if value == RETIRED[name]:
-        return True
-    remedy = "leave it out, or use an older version of this program"
-    if name in RETIRED_OF_THE_MODEL:
-        remedy = "leave it out; train again what was trained with it, or use an older version of this program"
-    raise ValueError(f"{here}: this flag was retired; {remedy}")
+    if value != RETIRED[name]:
+        why = "this flag was retired; leave it out, or use an older version of this program"
+        raise ValueError(f"{setting(name, value, place)}: {why}")
+    return True
 
 
-def refuse_address(here: str, value: str):
-    """ValueError if a path is an address, such as s3://bucket/run, which would become a folder here."""
-    fact = f"{here}: an address, and this program reads and writes files alone"
-    require(not re.match(r"(\w+:)?\w+://", value), f"{fact}; give a path, for example of a mounted folder")
-
-
-def convert(cls: type, name: str, value: Any, where: str) -> Any:
+def convert(cls: type, name: str, value: Any, place: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
-    here, kinds = f"{spell(name, value, where)} ({where})", hints(cls)
-    if name not in kinds:
-        near = [other for other in kinds if "".join(word[0] for word in other.split("_")) == name]  # lr, learning_rate
-        near += difflib.get_close_matches(name, kinds, 1)
-        remedy = f"the nearest is {near[0]}" if near else "--help lists them"
-        raise ValueError(f"{here}: no such flag; {remedy}")
+    flag = cls.__dataclass_fields__.get(name)
+    if flag is None:
+        raise ValueError(f"{setting(name, value, place)}: no such flag; --help lists them")
     if name in PATHS:
-        refuse_address(here, str(value))
+        refuse_address(str(value), setting(name, value, place))
     try:
-        return coerce(value, kinds[name])
-    except ValueError:
-        words = choices(kinds[name])
-        near = difflib.get_close_matches(str(value), words if get_args(kinds[name]) else [], 1)
-        like = spell(name, from_text(near[0], kinds[name]) if near else getattr(cls, name), where)
-        raise ValueError(f"{here}: expected {' or '.join(words)}, such as {like}") from None
+        return coerce(value, flag.type)
+    except (ValueError, OverflowError):
+        kinds = " or ".join(choices(flag.type))
+        raise ValueError(f"{setting(name, value, place)}: expected {kinds}, such as {flag.default}") from None
 
 
-def spell(name: str, value: Any, where: str) -> str:
-    """A setting as the user writes it on the command line or in a file, cut to 100 characters."""
-    text = f"--{name}={printable(value)}" if where == COMMAND_LINE else f"{name} = {value!r}"
-    return text if len(text) <= 100 else f"{text[:100]}..."
+def refuse_address(path: str, here: str):
+    """ValueError if a path is an address, such as s3://bucket/run, which would become a folder here."""
+    if re.match(r"(\w+:)?\w+://", path):
+        raise ValueError(f"{here}: an address; give the path of a file or folder, perhaps of a mounted one")
 
 
-def read_arguments(argv: list[str], kinds: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]]]:
-    """(the config files, the flags as [(name, value, COMMAND_LINE), ...]) of the arguments."""
-    paths, settings = [], []
-    for arg, following in pairwise([*argv, ""]):
-        name, equals, text = arg.lstrip("-").partition("=")
-        if arg.startswith("--") and (equals or name not in kinds):
-            settings.append((name, from_text(text, kinds.get(name)), COMMAND_LINE))
-        elif arg.startswith("-") or equals:
-            kind = kinds.get(name, str)
-            with suppress(ValueError):  # the value of `--batch_size 32`, but no value of `--compile config/x.py`
-                text = text or str(coerce(from_text(following, kind), kind))
-            raise ValueError(
-                f"{arg} ({COMMAND_LINE}): flags are written --name=value, here --{name}={text or choices(kind)[0]}"
-            )
-        else:
-            paths.append(arg)
-    return paths, settings
+def read_argument(cls: type, arg: str) -> Setting:
+    name, equals, text = arg.removeprefix("--").partition("=")
+    if not arg.startswith("--") or not equals:
+        raise ValueError(f"{printable(arg)} ({COMMAND_LINE}): flags are written --name=value; --help lists them")
+    flag = cls.__dataclass_fields__.get(name)
+    if flag and flag.type is str and text[:1] not in ("'", '"'):
+        return Setting(name, text, COMMAND_LINE)
+    try:
+        value = evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)
+    except NO_VALUE:
+        value = text  # such as adamw
+    return Setting(name, value, COMMAND_LINE)
 
 
-def read_file(path: str) -> list[tuple[str, Any, str]]:
-    """The settings of a config file as [(name, value, "path:line"), ...]. ValueError if it holds anything else."""
+def read_file(path: str) -> list[Setting]:
+    """The settings of a config file. ValueError if it holds anything else."""
     if not os.path.isfile(path):
-        example = "--name=value" if path.endswith(".py") else f"--name=value, such as --out_dir={path}"
-        raise FileNotFoundError(f"{path}: no such config file; flags are written {example}")
+        raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
-    settings, names, line = [], dict(CONSTANTS), 1
+    settings = []
+    names = dict(CONSTANTS)
+    line = 1
     try:
         for node in ast.parse(Path(path).read_bytes()).body:
             line = node.lineno
@@ -392,91 +367,71 @@ def read_file(path: str) -> list[tuple[str, Any, str]]:
                 case ast.Assign(targets=[ast.Name(id=name)]):
                     names[name] = evaluate(node.value, names)
                     if not name.startswith("_"):
-                        settings.append((name, names[name], f"{path}:{line}"))
+                        settings.append(Setting(name, names[name], f"{path}:{line}"))
                 case ast.Expr(value=ast.Constant(value=str())):
                     pass  # a docstring
                 case _:
-                    refuse_code(node)
-    except SyntaxError as error:
-        raise ValueError(f"{path}:{error.lineno or line}: {error.msg}; {ALLOWED}") from None
-    except (RecursionError, MemoryError):
-        raise ValueError(f"{path}:{line}: too deeply nested; write the value itself") from None
-    except ArithmeticError as error:
-        raise ValueError(f"{path}:{line}: {error.args[-1]}; write a value that can be computed") from None
-    except ValueError as error:
-        raise ValueError(f"{path}:{line}: {error.args[-1]}") from None
+                    raise ValueError(shown(node))
+    except NO_VALUE as error:
+        line = getattr(error, "lineno", None) or line
+        raise ValueError(f"{path}:{line}: {getattr(error, 'msg', error)}; {ALLOWED}") from None
     return settings
 
 
 def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    """The value of a literal or of arithmetic over literals and `names`. ValueError or ArithmeticError for others."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
+    """The value of a literal or of arithmetic over literals and `names`; one of NO_VALUE for all else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str):
         return node.value
     if isinstance(node, ast.Name):
-        require(node.id in names, f"{node.id} is not set earlier in this file; {ALLOWED}")
+        require(node.id in names, f"{node.id} is not set earlier in this file")
         return names[node.id]
-    if not isinstance(node, (ast.UnaryOp, ast.BinOp)) or type(node.op) not in OPERATORS:
-        refuse_code(node)
+    function = OPERATORS.get(type(getattr(node, "op", None)))
+    if function is None:
+        raise ValueError(shown(node))
     operands = [evaluate(child, names) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    if isinstance(node.op, ast.Add) and all(isinstance(x, str) for x in operands):
-        sizes = [len(x) for x in operands]
-    elif all(isinstance(x, (int, float)) for x in operands):
-        sizes = [x.bit_length() if isinstance(x, int) else 0 for x in operands]
-    else:
-        refuse_code(node)
-    size = sizes[0] * operands[1] if isinstance(node.op, ast.Pow) else sum(sizes)
-    require(size <= LARGEST, f"the result is too large; write a number of at most {LARGEST} bits, or a shorter text")
-    return OPERATORS[type(node.op)](*operands)
+    texts = [isinstance(operand, str) for operand in operands]
+    if any(texts) and not (all(texts) and function is operator.add):
+        raise ValueError(shown(node))
+    if function is operator.pow and abs(operands[1]) > LARGEST_EXPONENT:
+        raise ValueError(f"the exponent of {shown(node)} is too large")
+    result = function(*operands)
+    if len(str(result)) > LARGEST:
+        raise ValueError("the result is too large")
+    return result
 
 
-def refuse_code(node: ast.AST) -> NoReturn:
-    raise ValueError(f"{ast.unparse(node).splitlines()[0][:60]}: {ALLOWED}")
+def shown(node: ast.AST) -> str:
+    return ast.unparse(node).splitlines()[0][:60]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Values
 
 
-@cache
-def hints(cls: type) -> dict[str, Any]:
-    """The type of each flag."""
-    kinds = get_type_hints(cls)
-    return {each.name: kinds[each.name] for each in fields(cls)}
-
-
-def from_text(text: str, kind: Any) -> Any:
-    """The value that a text on the command line means for a flag of this type; the text itself if it has no value."""
-    try:
-        if kind is not str:
-            return evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)
-        return ast.literal_eval(text) if text[:1] in ("'", '"') else text
-    except (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError):
-        return text
-
-
 def alternatives(kind: Any) -> list[Any]:
     """bool | Literal["auto"] -> [bool, "auto"]."""
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [alternative for part in get_args(kind) for alternative in alternatives(part)] or [kind]
+    found = []
+    for part in get_args(kind) or [kind]:
+        found += get_args(part) or [part]
+    return found
 
 
 def choices(kind: Any) -> list[str]:
     """bool | Literal["auto"] -> ["True", "False", "auto"], int -> ["int"]."""
-    words = [["True", "False"] if a is bool else [getattr(a, "__name__", a)] for a in alternatives(kind)]
-    return sum(words, [])
+    words = []
+    for alternative in alternatives(kind):
+        words += ["True", "False"] if alternative is bool else [getattr(alternative, "__name__", alternative)]
+    return words
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """`value` in the type `kind`, if the conversion loses nothing; otherwise ValueError."""
+    """`value` in the type `kind`, if the conversion loses nothing; otherwise ValueError or OverflowError."""
     for wanted in alternatives(kind):
-        if value == wanted or (type(value) is wanted and wanted is not float):
+        if wanted in (int, float) and type(value) in (int, float):
+            if math.isfinite(value) and wanted(value) == value:
+                return wanted(value)
+        elif type(value) is wanted or value == wanted:
             return value
-        if wanted is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # no nan, no inf
-            if float(value) == value:
-                return float(value)
-        if wanted is int and type(value) is float and abs(value) <= 2**53 and value.is_integer():
-            return int(value)
     raise ValueError
 
 
@@ -487,27 +442,23 @@ def coerce(value: Any, kind: Any) -> Any:
 def usage(cls: type, doc: str) -> str:
     """The text of --help: `doc`, then every flag by section, with its default, its type or choices, and its doc."""
     lines = [doc.strip()]
-    section = None
-    for name, flag in documented(cls).items():
-        if flag.section != section:
-            section = flag.section
-            lines += ["", section]
-        left = f"  {spell(name, getattr(cls, name), COMMAND_LINE)}"
-        kinds = " | ".join(choices(hints(cls)[name]))
-        right = textwrap.wrap(f"{kinds}: {flag.doc}", 60, break_on_hyphens=False)
-        lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
+    for section, flags in groupby(documented(cls).items(), lambda item: item[1].section):
+        lines += ["", section]
+        for name, flag in flags:
+            left = f"  --{name}={printable(getattr(cls, name))}"
+            kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
+            right = textwrap.wrap(f"{kinds}: {flag.doc}", 60, break_on_hyphens=False)
+            lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
     return "\n".join(lines).strip()
 
 
 def dump(cfg: Any, path: str | Path):
     """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
     lines = []
-    section = None
     idle = unused(cfg)
-    for name, flag in documented(type(cfg)).items():
-        if flag.section != section:
-            section = flag.section
-            lines += ["", f"# --- {section}"]
-        line = f"{name} = {getattr(cfg, name)!r}  # {flag.doc}"
-        lines.append(f"# {line}" if name in idle else line)
+    for section, flags in groupby(documented(type(cfg)).items(), lambda item: item[1].section):
+        lines += ["", f"# --- {section}"]
+        for name, flag in flags:
+            line = f"{name} = {getattr(cfg, name)!r}  # {flag.doc}"
+            lines.append(f"# {line}" if name in idle else line)
     write_file(Path(path), ("\n".join(lines).strip() + "\n").encode())

@@ -54,13 +54,16 @@ class Flags:
 
 def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
     """Raise ValueError: these flags, their values and where they were set, then why they cannot be so."""
-    settings = []
-    for name in names.split():
-        value = getattr(cfg, name)
-        quoted = isinstance(value, str) and not value.isidentifier()
-        place = f" ({cfg.sources[name]})" if name in cfg.sources else ""
-        settings.append(f"{name}={value!r}{place}" if quoted else f"{name}={value}{place}")
+    settings = [setting(name, getattr(cfg, name), cfg.sources.get(name, "")) for name in names.split()]
     raise ValueError(f"{' with '.join(settings)}: {why}")
+
+
+def setting(name: str, value: object, place: str) -> str:
+    """A flag, its value and where it was set, as errors name them."""
+    text = f"{name}={value}"
+    if isinstance(value, str) and not value.isidentifier():
+        text = f"{name}={value!r}"
+    return f"{text} ({place})" if place else text
 
 
 def check_limits(cfg: Flags):

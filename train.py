@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None):
     with ExitStack() as cleanup:
         with user_errors():
             given = read_flags(Config, argv, __doc__)
-            stored, origin = run_state.stored_flags(cleanup, asdict(Config()) | given.values)
+            chosen = asdict(Config()) | {name: setting.value for name, setting in given.items()}
+            stored, origin = run_state.stored_flags(cleanup, chosen)
             cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
                 return show_plan(cfg)

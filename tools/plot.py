@@ -11,13 +11,14 @@ band from the smallest to the largest value. The colours can be read on white an
 from pathlib import Path
 
 from configurator import parse_positional
-from data.errors import command, user_errors
+from data.errors import command, require, user_errors
 from tools.curves import PlotConfig, curves, draw, read_run, require_matplotlib, save
 
 
 def main(argv: list[str] | None = None):
     with user_errors():
-        folders, cfg = parse_positional(PlotConfig, "OUT_DIR...", argv, __doc__)
+        folders, cfg = parse_positional(PlotConfig, argv, __doc__)
+        require(folders, "expected the folders of one or more runs, not nothing; --help says more")
         require_matplotlib()
         out = Path(cfg.out or f"{folders[0]}/plot.png").expanduser()
         save(draw(curves(cfg, [read_run(folder) for folder in dict.fromkeys(folders)]), cfg), out)

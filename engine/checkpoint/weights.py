@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from configurator import RETIRED_OF_THE_MODEL, Config, Given, resolve
+from configurator import RETIRED_OF_THE_MODEL, Config, resolve
 from data import DATA
 from data.dataset import open_data
 from data.errors import require
@@ -48,7 +48,7 @@ class Weights:
         """The flags to compute with this model on any machine: those that do not shape it have their defaults."""
         kept = {*OF_THE_DATA, *(field.name for field in fields(ModelConfig)), *RETIRED_OF_THE_MODEL}
         flags = {name: value for name, value in self.flags.items() if name in kept}
-        return resolve(Config, Given(), flags | changes, str(self.path))
+        return resolve(Config, {}, flags | changes, str(self.path))
 
     def load(self, flags: Config, ranks: Ranks) -> ShardedModel:
         """The model with these weights, in evaluation mode. Every rank calls it."""

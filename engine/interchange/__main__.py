@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configurator import parse_positional
-from data.errors import command, printable, user_errors
+from data.errors import command, printable, require, user_errors
 from engine.interchange.huggingface import export
 
 
@@ -28,7 +28,10 @@ class ExportConfig:
 
 def main(argv: list[str] | None = None):
     with user_errors():
-        (_, run, folder), options = parse_positional(ExportConfig, "export RUN DIR", argv, __doc__)
+        words, options = parse_positional(ExportConfig, argv, __doc__)
+        fits = len(words) == 3 and words[0] == "export"
+        require(fits, f"expected export RUN DIR, not {' '.join(words) or 'nothing'}; --help says what they are")
+        _, run, folder = words
         path = export(run, folder, options.dtype, options.which, options.remote_code)
         print(f"{printable(folder)}: the weights of {printable(path)}")
 

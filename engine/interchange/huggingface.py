@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from configurator import Config, Given, resolve
+from configurator import Config, resolve
 from data import files
 from data.base_tokenizer import Tokenizer
 from data.errors import require
@@ -67,7 +67,7 @@ OWN = Own("SuperblockForCausalLM", {}, {}, {}, layers="model.")
 
 def model_flags(stored: dict, origin: str) -> dict:
     """The flags of ModelConfig in the stored flags of a run. ValueError names a wrong one and the origin."""
-    cfg = resolve(Config, Given(), stored, origin)
+    cfg = resolve(Config, {}, stored, origin)
     return {name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__}
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import Config, Given, dump, parse, parse_positional, read_flags, resolve
+from configurator import Config, dump, parse, parse_positional, read_flags, resolve
 from data.errors import user_errors
 from flags import documented, fact, unused
 from model import Model
@@ -123,9 +123,7 @@ def test_strings_join_and_docstrings_pass(tmp_path):
     [
         ("--start=def main(", "start", "def main("),
         ("--start=", "start", ""),
-        ("--start='a'+'b'", "start", "'a'+'b'"),
         ("--start='a\\n'", "start", "a\n"),
-        ('--start="\'"', "start", "'"),
         ("--start='", "start", "'"),
         ("--num_samples=1e3", "num_samples", 1000),
         ("--num_samples=-3", "num_samples", -3),
@@ -140,28 +138,11 @@ def test_values_on_the_command_line(argument, name, value):
     assert got == value and type(got) is type(value)
 
 
-@pytest.mark.parametrize(
-    "names, given, fits",
-    [
-        ("show DIR", "show a=b", True),
-        ("show DIR", "show", False),
-        ("show DIR", "show a b", False),
-        ("show DIR", "hide a", False),
-        ("DIR...", "a", True),
-        ("DIR...", "a b c", True),
-        ("DIR...", "", False),
-    ],
-)
-def test_positional_arguments(names, given, fits):
-    argv = ["--num_samples=3", *given.split()]
-    if fits:
-        words, flags = parse_positional(Sampling, names, argv)
-        assert words == given.split() and flags.num_samples == 3
-    else:
-        with pytest.raises(ValueError, match=f"expected {names}, not {given or 'nothing'}; --help"):
-            parse_positional(Sampling, names, argv)
+def test_positional_arguments():
+    words, flags = parse_positional(Sampling, ["show", "--num_samples=3", "a=b"])
+    assert words == ["show", "a=b"] and flags.num_samples == 3
     with pytest.raises(ValueError, match="s3://a: an address"):
-        parse_positional(Sampling, names, [word.replace("DIR", "s3://a").strip(".") for word in names.split()])
+        parse_positional(Sampling, ["show", "s3://a"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,26 +218,25 @@ def test_last_decay_lr_counts(tmp_path):
 # Mistakes: one line with the flag, its value, its place and the remedy
 
 COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
-    (["--learning-rate=3"], ["--learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
-    (["--zzzzqqq=3"], ["--zzzzqqq=3", "--help"]),
-    (["--lr=1e-3"], ["--lr=0.001", "nearest is learning_rate"]),
-    (["out/x"], ["out/x: no such config file", "--out_dir=out/x"]),
+    (["--learning-rate=3"], ["learning-rate=3 (command line)", "no such flag", "--help"]),
+    (["--\uff4e_layer=2"], ["no such flag"]),
+    (["--=3"], ["no such flag"]),
+    (["out/x"], ["out/x: no such config file", "--name=value"]),
     (["--n_head=5", "--n_embd=764"], ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
-    (["--\uff4e_layer=2"], ["no such flag", "n_layer"]),
-    (["--"], ["--", "no such flag"]),
-    (["--batch_size=64.5"], ["--batch_size=64.5 (command line)", "expected int", "--batch_size=12"]),
-    (["--batch_size=1e30"], ["--batch_size=1e+30", "expected int"]),
-    (["--batch_size=" + "(" * 500 + "1"], ["--batch_size=(((", "expected int"]),
-    (["--seed=2**2**2**2**2**2"], ["--seed=2**2**2", "expected int"]),
+    (["--batch_size=64.5"], ["batch_size=64.5 (command line)", "expected int, such as 12"]),
+    (["--batch_size=1e30"], ["batch_size=1000000000000", "must be <2147483648"]),
+    (["--batch_size=" + "(" * 250 + "1"], ["batch_size='(((", "expected int"]),
+    (["--seed=2**2**2**2**2**2"], ["seed='2**2**2", "expected int"]),
     (["--batch_size=0"], ["batch_size=0 (command line)", "must be >0"]),
-    (["--batch_size", "32"], ["--batch_size (command line)", "--batch_size=32"]),
-    (["batch_size=32"], ["batch_size=32", "--batch_size=32"]),
-    (["--compile", "False"], ["--compile (command line)", "--compile=False"]),
-    (["--eval_only=1"], ["--eval_only=1 (command line)", "expected True or False", "--eval_only=False"]),
-    (["--compile=Tru"], ["--compile=Tru (command line)", "True or False or auto", "--compile=True"]),
-    (["--learning_rate=nan"], ["--learning_rate=nan (command line)", "expected float", "--learning_rate=0.0006"]),
-    (["--learning_rate=9007199254740993"], ["--learning_rate=9007199254740993", "expected float"]),
-    (["--learning_rate=1/0"], ["--learning_rate=1/0 (command line)", "expected float"]),
+    (["--batch_size", "32"], ["--batch_size (command line)", "--name=value"]),
+    (["batch_size=32"], ["batch_size=32", "--name=value"]),
+    (["--eval_only=1"], ["eval_only=1 (command line)", "expected True or False"]),
+    (["--compile=Tru"], ["compile=Tru (command line)", "True or False or auto"]),
+    (["--learning_rate=nan"], ["learning_rate=nan (command line)", "expected float"]),
+    (["--learning_rate=1e999"], ["learning_rate=inf (command line)", "expected float"]),
+    (["--learning_rate=10**999"], ["learning_rate='10**999' (command line)", "expected float"]),
+    (["--learning_rate=9007199254740993"], ["learning_rate=9007199254740993", "expected float"]),
+    (["--learning_rate=1/0"], ["learning_rate='1/0' (command line)", "expected float"]),
     (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
     (["--muon_lr=0.1"], ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
     (
@@ -279,7 +259,6 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
             "set warmup_iters",
         ],
     ),
-    (["config/none.py"], ["config/none.py: no such config file", "--name=value"]),
 ]
 
 
@@ -288,7 +267,7 @@ def test_mistakes_on_the_command_line(argv, fragments):
     with pytest.raises((ValueError, OSError)) as error:
         parse(Config, argv)
     message = str(error.value)
-    assert len(message.splitlines()) == 1 and len(message) < 300
+    assert len(message.splitlines()) == 1 and len(message) < 400
     assert [f for f in fragments if f not in message] == [], message
 
 
@@ -303,13 +282,12 @@ FILE_MISTAKES = [
     ("lr_decay_iters = max_iters", ":1: max_iters is not set earlier in this file", "literal or arithmetic"),
     ("seed = 9**9**9", ":1: ", "too large"),
     ("learning_rate = (-8) ** 0.5", ":1)", "expected float"),
-    ("seed = 0**-1", ":1: ", "; write a value"),
-    ("n_l\u0430yer = 2", "no such flag", "the nearest is n_layer"),
-    ("n_layer = True", "n_layer = True", "expected int"),
+    ("seed = 0**-1", ":1: ", "negative power"),
+    ("n_l\u0430yer = 2", "no such flag", "--help"),
+    ("n_layer = True", "n_layer=True", "expected int"),
     ("# x\n\nseed = (3", ":3: ", "name = value"),
     ("seed = " + "(" * 500 + "1" + ")" * 500, ":1: ", ""),
-    ("bacth_size = 3", "bacth_size = 3 (", "nearest is batch_size"),
-    ("optimizer = 'muno'", "optimizer = 'muno' (", "such as optimizer = 'muon'"),
+    ("optimizer = 'muno'", "optimizer=muno (", "adamw or muon"),
     ("# x\n\nrope_theta = 5e5", "rope_theta=500000.0 (", "leave it out or change pos"),
     ("# x\n\nbatch_size = -5 * 2", "batch_size=-10 (", "must be >0"),
 ]
@@ -350,7 +328,7 @@ def test_binary_or_large_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"{path}:1: ")):
             parse(Config, [str(path)])
     path.write_text("_a = 'x'\n" + "_a = _a + _a\n" * 60)  # a text of 2^60 characters
-    with pytest.raises(ValueError, match=":14: the result is too large"):
+    with pytest.raises(ValueError, match=":11: the result is too large"):
         parse(Config, [str(path)])
     os.truncate(path, 20 * 10**9)
     with pytest.raises(ValueError, match="has more than 1,048,576 bytes; a config file holds only name = value"):
@@ -421,32 +399,25 @@ def test_record_has_sections_docs_and_unused_flags_as_comments(tmp_path):
     assert re.search(r"^muon_lr", text, re.M) is None
 
 
-def test_a_failed_record_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "config.py"
-    dump(Config(), path)
-    before = path.read_text()
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError):
-        dump(Config(seed=7), path)
-    assert path.read_text() == before
-
-
 def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     stored = asdict(
         parse(Config, ["--pos=rope", "--rope_theta=5000", "--n_layer=3", "--max_iters=9", "--warmup_iters=0"])
     )
     path = write(tmp_path / "c.py", "init_from = 'resume'\nout_dir = 'elsewhere'\n")
     given = read_flags(Config, [path, "--max_iters=20", "--rope_theta=7"])  # rope_theta is used: pos comes from stored
-    assert given.values == dict(init_from="resume", out_dir="elsewhere", max_iters=20, rope_theta=7.0)
-    assert given.sources == dict.fromkeys(("max_iters", "rope_theta"), "command line") | {
-        "init_from": f"{path}:1", "out_dir": f"{path}:2"
-    }  # fmt: skip
+    assert [*given.values()] == [
+        ("init_from", "resume", f"{path}:1"),
+        ("out_dir", "elsewhere", f"{path}:2"),
+        ("max_iters", 20, "command line"),
+        ("rope_theta", 7.0, "command line"),
+    ]
     cfg = resolve(Config, given, stored, "out/step_00000001")
-    assert asdict(cfg) == stored | given.values and cfg.sources == given.sources
+    assert asdict(cfg) == stored | {name: value for name, value, _ in given.values()}
+    assert cfg.sources == {name: place for name, _, place in given.values()}
     switched = resolve(Config, read_flags(Config, [path, "--pos=alibi"]), stored)  # rope_theta is not the user's
     assert (switched.pos, switched.rope_theta, switched.n_layer) == ("alibi", Config.rope_theta, 3)
-    with pytest.raises(ValueError, match=r"gone = 1 \(out/step_00000001\): no such flag"):
-        resolve(Config, Given(), {"gone": 1}, "out/step_00000001")
+    with pytest.raises(ValueError, match=r"gone=1 \(out/step_00000001\): no such flag"):
+        resolve(Config, {}, {"gone": 1}, "out/step_00000001")
 
 
 def test_retired_flags(tmp_path, monkeypatch):
@@ -456,26 +427,25 @@ def test_retired_flags(tmp_path, monkeypatch):
     path = tmp_path / "x.py"
     path.write_text("old_idea = 'skip'\nn_layer = 3\n")
     assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
-    assert resolve(Config, Given(), {"old_idea": "skip"}, "out").n_layer == Config.n_layer
+    assert resolve(Config, {}, {"old_idea": "skip"}, "out").n_layer == Config.n_layer
     path.write_text("old_idea = 'roll'\n")
     for argv, shown in (
-        ([str(path)], f"old_idea = 'roll' ({path}:1): this flag was retired"),
-        (["--old_idea=roll"], "--old_idea=roll (command line): this flag was retired"),
-        (["--norm=rmsnorm"], "--norm=rmsnorm (command line): this choice was retired; use layernorm"),
-        (["--wiring=series"], "--wiring=series (command line): this flag was retired"),
+        ([str(path)], f"old_idea=roll ({path}:1): this flag was retired"),
+        (["--old_idea=roll"], "old_idea=roll (command line): this flag was retired"),
+        (["--norm=rmsnorm"], "norm=rmsnorm (command line): this choice was retired; use layernorm"),
+        (["--wiring=series"], "wiring=series (command line): this flag was retired"),
     ):
         with pytest.raises(ValueError, match=re.escape(shown)):
             parse(Config, argv)
 
 
 def test_nothing_that_is_retired_is_a_flag():
-    kinds = configurator.hints(Config)
     for entry in configurator.RETIRED:
         name, chosen, value = entry.partition("=")
         if chosen:
-            assert value not in configurator.choices(kinds[name])
+            assert value not in configurator.choices(Config.__dataclass_fields__[name].type)
         else:
-            assert name not in kinds
+            assert name not in Config.__dataclass_fields__
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -386,7 +386,7 @@ DAMAGE = {
         config(is_causal=False, foo=1, q="x"),
         "nothing here reads 'foo'=1, 'is_causal'=False and 1 more; delete",
     ),
-    "no size": (config(hidden_size="absent"), "n_embd = None .hidden_size.: expected int"),
+    "no size": (config(hidden_size="absent"), "n_embd=None .hidden_size.: expected int"),
     "layers": (config(num_hidden_layers=4000), r"n_layer=4000, but there are \d+ tensors"),
     "wrong types": (config(rope_parameters=[3]), "config.json: a key has a value of a wrong type"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
@@ -519,7 +519,7 @@ def test_remote_code(hf, trained, tmp_path, modules_cache):
     assert all(torch.equal(again[name], x.half().float()) for name, x in expected.items())
     assert again.flags == {name: config["flags"][name] for name in again.flags}
     for flags, words in (
-        ({"n_layer": "x"}, "n_layer = 'x'"),
+        ({"n_layer": "x"}, "n_layer=x"),
         ([], "no flags"),
         (config["flags"] | {"n_layer": 9}, "absent"),
     ):

@@ -168,7 +168,7 @@ def test_files(make, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], "expected OUT_DIR..., not nothing"),
+        ([], "expected the folders"),
         (["NONE"], "has no metrics.jsonl; give the out_dir"),
         (["A", "--y=nope"], "metrics.jsonl has no number nope; name one"),
         (["A", "--smooth=6"], "smooth=6 is more than the 5 logged steps"),

@@ -47,7 +47,7 @@ import model
 import ops
 import sample
 import train
-from configurator import Config, Given, parse, resolve
+from configurator import Config, parse, resolve
 from data.dataset import TokenStream, open_data
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
@@ -67,7 +67,7 @@ def load(folder, which="latest"):
     """The model of a checkpoint, and the checkpoint's state."""
     path = checkpoint.find(folder, which)
     state = checkpoint.read_state(path)
-    net = model.Model(resolve(Config, Given(), state["flags"]))
+    net = model.Model(resolve(Config, {}, state["flags"]))
     weights = weights_in(path)
     for name, p in net.named_parameters():
         p.data.copy_(weights[name])
