@@ -96,12 +96,18 @@ def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: t
         dist.destroy_process_group()
 
 
-def command(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False, largest=0) -> tuple[int, str]:
-    """The exit code of a program, such as ["-m", "tools.plot", "--help"], and what it says on stderr. `stdout` is the
-    file that it writes to, `unbuffered` python's -u, `largest` the most bytes of a file."""
-    [process] = start(_command, [(program, stdout, folder / "stderr", unbuffered, largest)])
+def command(program: list[str], folder: Path, **options) -> tuple[int, str]:
+    """The exit code of a program, such as ["-m", "tools.plot", "--help"], and what it says on stderr."""
+    process = begin(program, folder, **options)
     process.join(600)
     return process.exitcode, (folder / "stderr").read_text()
+
+
+def begin(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False, largest=0) -> multiprocessing.Process:
+    """The program's process, whose stderr is a file in the folder. `stdout` is the file that it writes to, `unbuffered`
+    python's -u, `largest` the most bytes of a file."""
+    [process] = start(_command, [(program, stdout, folder / "stderr", unbuffered, largest)])
+    return process
 
 
 def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, largest: int):
