@@ -13,7 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
 from data.command import run
-from data.shakespeare_char.prepare import prepare
+from data.shakespeare_char.text import prepare
 from data.tokenizer import GPT2Tokenizer
 
 

@@ -13,7 +13,7 @@ from helpers import ROOT, read_all
 from preparing import command, load
 
 from data.dataset import open_data
-from data.shakespeare_char import prepare as shakespeare
+from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer
 
 # ------------------------------------------------------------------------------------------------------------ pycode
@@ -76,7 +76,7 @@ def test_shakespeare_is_nanogpts_token_for_token(tmp_path):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """data/shakespeare_char/prepare.py without its text, and with the text above as its download."""
+    """data/shakespeare_char/text.py without its text, and with the text above as its download."""
     monkeypatch.setattr(shakespeare, "TEXT", tmp_path / "set" / "input.txt")
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "remote.txt").as_uri())
     monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(TEXT.encode()).hexdigest())

@@ -1,0 +1,50 @@
+"""The text of Shakespeare, and the command that prepares it by characters and, in `shakespeare`, in GPT-2's tokens."""
+
+import hashlib
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import urlopen
+
+from data.command import Parser, out_folder
+from data.errors import require
+from data.files import decoded, read_file, write_file
+from data.tokenizer import Tokenizer
+from data.writer import ShardWriter
+
+TEXT = Path(__file__).resolve().with_name("input.txt")
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SECONDS = 5  # for connecting, and for each read
+
+
+def download() -> None:
+    """Writes input.txt. ValueError with a remedy if this fails, or if it is another text."""
+    remedy = f"put the text at {TEXT} or pass --input=FILE"
+    try:
+        with urlopen(URL, timeout=SECONDS) as response:
+            content = response.read()
+    except (OSError, HTTPException) as e:
+        raise ValueError(f"cannot download {URL} ({e}); {remedy}") from e
+    found = hashlib.sha256(content).hexdigest()
+    require(found == SHA256, f"{URL} has the SHA-256 {found}, not {SHA256}; {remedy}")
+    write_file(TEXT, content)
+
+
+def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> ShardWriter:
+    """Prepares the text of --input in the tokens of tokenizer_of(text); returns what was written."""
+    parser = Parser(doc, here)
+    parser.add_argument("--input", type=Path, default=TEXT, help="text file (default: input.txt of shakespeare_char)")
+    args = parser.parse_args()
+    folder = out_folder(args.out)
+    if args.input == TEXT and not TEXT.exists():
+        download()
+    text = decoded(str(args.input), read_file(args.input.expanduser(), 2**28))
+    tokenizer = tokenizer_of(text)
+    cut = int(len(text) * 0.9)
+    val = tokenizer.encode(text[cut:])
+    require(len(val) > 1, f"the last tenth of {args.input} has no two tokens, as it needs; pass a longer text")
+    with ShardWriter(folder, tokenizer) as out:
+        out.add("train", tokenizer.encode(text[:cut]))
+        out.add("val", val)
+    return out
