@@ -11,14 +11,14 @@ FAULTS = [
         "hi = hi.minimum(i + self.window)",
         "hi = hi.minimum(i + self.window + 1)",
         "Sliding windows that look both ways (masked models, encoders) see one key too many behind the query.",
-        "tests/model/test_model.py::test_attention_equals_naive_attention_under_every_mask",
+        "tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask",
     ),
     (
         "ops.py",
         "band = (j > i) & (j <= i + W)",
         "band = (j >= i) & (j <= i + W)",
         "Sliding windows on the fused causal path hold W + 1 keys from the second block of queries on.",
-        "tests/model/test_model.py::test_attention_equals_naive_attention",
+        "tests/model/test_ops.py::test_attention_equals_naive_attention",
     ),
     (
         "ops.py",
@@ -53,7 +53,7 @@ FAULTS = [
         "place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)",
         "place = place[..., None] + strides[dim] * torch.arange(size[dim], device=device)",
         "Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.",
-        "tests/model/test_model.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole",
+        "tests/model/test_ops.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole",
     ),
     (
         "ops.py",
@@ -408,7 +408,7 @@ FAULTS = [
         "slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None]",
         "slope = 0 * alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None]",
         "ALiBi is listed, but nothing is added to the scores.",
-        "tests/model/test_model.py::test_attention_equals_naive_attention",
+        "tests/model/test_ops.py::test_attention_equals_naive_attention",
     ),
     (
         "ops.py",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from families import BLOCKS, FAMILIES, OBJECTIVES
 from helpers import distance, losses
-from test_model import documents, naive_attention, spy_on_kernels
+from models import documents, naive_attention, spy_on_kernels
 from torch import Tensor
 
 import sample

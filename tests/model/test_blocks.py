@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
+from models import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
 from configurator import Config, parse

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_model import T as LENGTH
-from test_model import assert_same, beside, build, documents, leaves, naive_attention, spy_on_kernels, tokens
+from models import T as LENGTH
+from models import assert_same, beside, build, documents, leaves, naive_attention, spy_on_kernels, tokens
 
 import ops
 from data.loader import document_starts

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TINY, figures
-from test_model import check_decoding
+from models import check_decoding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model

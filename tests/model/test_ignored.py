@@ -5,7 +5,8 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from test_model import GRID, TINY, USUAL, changes, choices, numbers
+from models import TINY
+from test_model import GRID, USUAL, changes, choices, numbers, refused
 
 import model as M
 from flags import documented
@@ -24,15 +25,6 @@ def others(name: str, row: dict) -> list:
     if kind in (int, float) and set(values) <= {now}:
         values = [2 * now or 3] if kind is int else [now / 2 or 0.5]
     return [value for value in values if value != now]
-
-
-def refused(row: dict) -> bool:
-    """Whether these flags are refused on the command line."""
-    try:
-        M.try_flags(ModelConfig(**TINY | row))
-    except ValueError:
-        return True
-    return False
 
 
 @cache

@@ -14,7 +14,7 @@ tests/faults.py plants each of them.
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import TINY, build, jitter, tokens
+from models import TINY, build, jitter, tokens
 
 import ops
 from ops import Mask

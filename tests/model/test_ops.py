@@ -1,136 +1,287 @@
-"""Models compute the same when each function of ops.py is replaced by the formula of its docstring, written naively."""
+"""The functions of ops.py against their equations, with every matrix materialised, and each choice of a kernel."""
 
-import hashlib
-import inspect
+import itertools
 import math
-import re
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import GRID, T, beside, build, changes, jitter, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import assert_same, documents, leaves, naive_attention
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as M
 import ops
+from model import ModelConfig
+from ops import Mask, attention, attention_kernel
 
 
-def visible(mask: ops.Mask, T: int, S: int) -> torch.Tensor:
-    """(T, S), or (B, 1, T, S) with documents: whether a query sees a key."""
-    distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
-    seen = (distance.abs() < (mask.window or T + S)) & ((distance >= 0) | (not mask.causal))
-    return seen if mask.docs is None else seen & (mask.docs[0][:, None, :, None] == mask.docs[1][:, None, None, :])
+@pytest.mark.parametrize("T,S", [(11, 11), (1, 11), (4, 11)])
+@pytest.mark.parametrize("Hkv", [6, 2, 1])
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 10, 11])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
+    B, H, D = 2, 6, 4
+    q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
+    slopes = M.alibi_slopes(H).double() if alibi else None
+    position = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.AttentionPosition(ModelConfig())
+    table = position.table(torch.arange(S), torch.float64)
+    Q, K, V = position(F.pad(q, (0, 0, S - T, 0)), k, v, table)  # every query's own position, then the last T of them
+    got = attention(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
+    assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
 
 
-def attention(q, k, v, D, mask, softcap=0.0, dropout=0.0, slots=None, strips=None, phi=None):
-    assert dropout == 0
-    T, S, H = q.size(2), k.size(2), q.size(1)
-    seen = visible(mask, T, S).expand(len(q), H, T, S)
-    if slots is not None:
-        k, v = (torch.cat((x.expand(len(q), -1, -1, -1), y), dim=2) for x, y in zip(slots, (k, v), strict=True))
-        n = k.size(2) - S
-        seen = F.pad(seen, (n, 0), value=True)
-    k, v = (x.repeat_interleave(H // x.size(1), dim=1) for x in (k, v))
-    scores = capped(q[..., :D] @ k[..., :D].mT / math.sqrt(D), softcap) + q[..., D:] @ k[..., D:].mT / math.sqrt(D)
-    if phi is not None:
-        weights = phi(scores, seen.sum(-1, keepdim=True, dtype=q.dtype))
-        return (weights * seen[..., : weights.size(-1)]) @ v
-    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 3, 140])
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_attention_equals_naive_attention_under_every_mask(causal, window, docs, slots, softcap):
+    """Few tokens, and several strips of them, whose documents and windows cross the strips."""
+    for length, H, Hkv in ((11, 4, 4), (11, 4, 2), (270, 2, 1)):
+        q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (H, Hkv, Hkv)), *[(Hkv, 5, 2)] * 2 * slots)
+        numbers = (documents(length),) * 2 if docs else None
+        pair = pair or None
+        got = attention(q, k, v, 2, Mask(causal, window, numbers), softcap, slots=pair)
+        expected = naive_attention(q, k, v, window, softcap, None, causal, numbers, pair)
+        assert_same(got, expected, (q, k, v, *(pair or ())))
+        for queries in (length // 3, 1):
+            last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
+            got = attention(last, k, v, 2, Mask(causal, window, of_last), softcap, slots=pair)
+            expected = naive_attention(last, k, v, window, softcap, None, causal, of_last, pair)
+            assert_same(got, expected, (q, k, v, *(pair or ())))
 
 
-def uniform_attention(q, k, v, D, mask, strips=None):
-    return attention(torch.cat((0 * q[..., :D], q[..., D:]), dim=-1), k, v, D, mask)
+@pytest.mark.parametrize("T,S", [(11, 7), (7, 11), (1, 11), (270, 19), (140, 270)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("Hkv", [4, 2, 1])
+def test_attention_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
+    """As many queries as there are, over as many keys as there are, whose documents are other tokens."""
+    q, k, v = leaves(*((2, heads, length, 2) for heads, length in ((4, T), (Hkv, S), (Hkv, S))))
+    numbers = (documents(T), documents(S, seed=1)) if docs else None
+    got = attention(q, k, v, 2, Mask(causal=False, docs=numbers), softcap)
+    assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
 
 
-def capped(x, cap):
-    return cap * torch.tanh(x / cap) if cap else x
+def test_dropout_in_attention_keeps_the_mean():
+    """On CPU attention dropout takes the strips: its mean over draws is the attention without it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+    draws = torch.stack([attention(q, k, v, 4, Mask(), dropout=0.3) for _ in range(1500)])
+    assert torch.allclose(draws.mean(0), attention(q, k, v, 4, Mask()), atol=0.1)
+    assert draws.std(0).min() > 1e-3
 
 
-def cross_entropy(x, weight, targets, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0):
-    logits = capped(x @ weight.T, softcap)
-    log_p = logits.log_softmax(-1)
-    of_target = log_p[torch.arange(len(x)), targets]
-    z = z_loss * (logits.exp().sum(-1).log() ** 2 * (targets >= 0)).sum()
-    return -(of_target * (targets >= 0)).sum() + z - z.detach()
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropped_elements(p):
+    """They are a fraction p of all, independent of their neighbours and of the next draw. The others grow, so that the
+    mean stays, and their gradients with them."""
+    torch.manual_seed(0)
+    x = torch.rand(400, 999).add_(1).requires_grad_()
+    torch.manual_seed(1)
+    y, again = ops.dropped(x, p), ops.dropped(x, p).detach()
+    kept = (y != 0).double()
+    assert torch.allclose(y[y != 0].double(), x[y != 0].double() / kept.mean(), rtol=0.01)
+    assert abs(kept.mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / x.numel()) + 1 / 65536
+    for other in (again != 0, *(kept.flatten().roll(n).view_as(kept) for n in (1, 2, 3, 4, 999))):
+        both = (kept * other).mean() - (1 - p) ** 2
+        assert abs(both) < 4 * (1 - p) / math.sqrt(x.numel()) + 2e-5
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0) and torch.allclose(x.grad * x.detach(), y.detach())
+    torch.manual_seed(1)
+    assert torch.equal(ops.dropped(x, p), y) and torch.equal(ops.dropped(x, 0.0), x)
+    assert ops.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and ops.dropped(x, 0.999999).isfinite().all()
 
 
-def normal(key, shape, start, size, device):
-    index = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
-    index = index[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-    x = index + np.uint64(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
-    first, second = (x >> np.uint64(32)).astype(float), (x & np.uint64(2**32 - 1)).astype(float)
-    numbers = np.sqrt(-2 * np.log((first + 0.5) / 2**32)) * np.cos(2 * np.pi * second / 2**32)
-    return torch.from_numpy(numbers).float()
+PLAIN, PAST, CPU, CUDA = (270, 270), (140, 270), ("cpu", "float32", 8), ("cuda", "bfloat16", 8)
+KERNEL = [  # kernel; queries and keys: of a text, or of its end; device, dtype, width of a head; mask and options
+    ("full", PLAIN, CPU, {}),
+    ("full", PLAIN, CPU, {"causal": False}),
+    ("full", PLAIN, CPU, {"window": 270}),
+    ("full", (1, 270), CPU, {"window": 5}),
+    ("full", PLAIN, CUDA, {"dropout": 0.1}),
+    ("window", PLAIN, CPU, {"window": 100}),
+    ("flash", PLAIN, CUDA, {"window": 100, "causal": False}),
+    ("flash", PAST, CUDA, {"window": 100}),
+    ("varlen", PAST, CUDA, {"docs": 4, "window": 100, "causal": False}),
+    ("joined", PAST, CUDA, {"docs": 4, "window": 100, "slots": True}),
+    ("joined", PAST, CUDA, {"slots": True}),
+    ("strips", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
+    ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
+    ("flash", PAST, CUDA, {"dropout": 0.1}),
+    ("joined", PAST, CPU, {}),
+    ("joined", PAST, CPU, {"slots": True}),
+    ("joined", PLAIN, ("cpu", "bfloat16", 8), {"slots": True, "causal": False}),
+    ("strips", PLAIN, CPU, {"docs": True}),
+    ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
+    ("strips", PAST, CPU, {"window": 100}),
+    ("strips", PAST, ("cuda", "float32", 8), {"window": 100}),
+    ("strips", PLAIN, CPU, {"window": 100, "slots": True}),
+    ("strips", PAST, ("cuda", "bfloat16", 12), {}),
+    ("naive", PLAIN, CPU, {"softcap": 2.0}),
+    ("naive", PLAIN, CPU, {"dropout": 0.1}),
+    ("naive", PAST, CPU, {"causal": False, "slots": True, "softcap": 2.0}),
+]
 
 
-def by_expert(expert, n):
-    rows = [(e, row) for row, e in enumerate(expert.tolist())]
-    ends = [sum(e <= last for e, _ in rows) for last in range(n)]
-    return torch.tensor([row for _, row in sorted(rows)]), torch.tensor(ends)
+class Answer(Exception):
+    """The kernel that attention would take."""
 
 
-def grouped_linear(x, weight, bias, ends, loop=None):
-    expert = [sum(end <= row for end in ends.tolist()) for row in range(len(x))]
-    return torch.stack([weight[e] @ row + (0 if bias is None else bias[e]) for e, row in zip(expert, x, strict=True)])
+@pytest.mark.parametrize("kernel,lengths,where,options", KERNEL, ids=str)
+def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, lengths, where, options):
+    """On fake tensors, which may be on a GPU that is not there: attention goes no farther than the answer."""
+    device, dtype, D = where
+    softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
+    docs, slots = (options.get(x, False) for x in ("docs", "slots"))  # 4: with their boundaries
+
+    def answer(*args):
+        raise Answer(attention_kernel(*args))
+
+    monkeypatch.setattr(ops, "attention_kernel", answer)
+    with FakeTensorMode(), torch.no_grad():
+        q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
+        numbers, pair = None, None
+        if docs:
+            numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths)
+        if docs == 4:
+            starts = torch.zeros(1, 3, device=device, dtype=torch.int64)
+            numbers = *numbers, *(ops.boundaries(starts, n) for n in lengths)
+        if slots:
+            pair = (k.new_empty(2, 5, D),) * 2
+        mask = Mask(options.get("causal", True), options.get("window", 0), numbers)
+        with pytest.raises(Answer, match=f"^{kernel}$"):
+            attention(q, k, k, D, mask, softcap, dropout, pair)
 
 
-NAIVE = {
-    "by_expert": by_expert,
-    "grouped_linear": grouped_linear,
-    "wide_linear": lambda x, w, b: x @ w.T + (0 if b is None else b),
-    "attention": attention,
-    "uniform_attention": uniform_attention,
-    "capped": capped,
-    "cross_entropy": cross_entropy,
-    "normal": normal,
-    "dropped": lambda x, p: x * (torch.rand_like(x) >= p) / (1 - p),
-    "squared_relu": lambda x: x.clamp(min=0) ** 2,
-    "rotate": lambda x, cos, sin: x * cos + torch.cat((*reversed(x.chunk(2, -1)),), dim=-1) * sin,
-    "rms_norm": lambda x, w, eps: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w,
-    "layer_norm": lambda x, w, b, eps: (
-        (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt() * w
-        + (0 if b is None else b)
-    ),
-    "at_least_float32": lambda x: x,
-    "matmul_dtype": lambda x: x.dtype,
-    "wide_stream": lambda flag, device, dtype: True,
-    "chunk_loss": None,  # handed to cross_entropy
-    "boundaries": None,  # of CUDA's documents, see test_flash.py
-}
+def test_more_documents_than_a_grid_of_cuda_has_places():
+    for n, kernel in ((2**16, "varlen"), (2**16 + 1, "strips")):  # one more than the documents
+        mask = Mask(docs=(torch.zeros(1), torch.zeros(1), torch.zeros(n)))
+        assert attention_kernel(mask, 9, 9, False, False, 0.0, "cuda", True) == kernel
 
 
-def test_every_function_has_its_formula():
-    used = set(re.findall(r"\bops\.(\w+)", inspect.getsource(M)))
-    assert {name for name in used if inspect.isfunction(getattr(ops, name, None))} == NAIVE.keys()
+def test_the_examples_have_every_kernel_of_the_table():
+    rows = [line.split()[0] for line in attention_kernel.__doc__.split("kernel    when")[1].splitlines()[1:8]]
+    assert len(rows) == 7 and {kernel for kernel, *_ in KERNEL} == set(rows)
 
 
-def figures(flags: dict) -> list[torch.Tensor]:
-    """The loss, the gradients of all parameters of a model of float64, and the logits, without gradients."""
-    model = build(**flags)
-    jitter(model)
-    torch.manual_seed(2)
-    idx, targets = tokens(2, T), tokens(2, T)
-    targets[0, 3:6] = -1
-    given = beside(model)
-    loss = model(idx, targets, **given)
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    with torch.no_grad():
-        return [loss.detach(), *grads, model(idx, **given)]
+@pytest.mark.parametrize("dtype,masked,heads", [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)])
+def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtype, masked, heads):
+    """On fake tensors, which may be on a GPU that is not there."""
+    calls = []
+    attention = lambda q, k, v, mask, **options: calls.append((k.size(1), v.size(1), options["enable_gqa"]))  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, 32, 16, device="cuda", dtype=getattr(torch, dtype)) for n in (4, 2))
+        ops.fused_attention(q, k, k, torch.empty(32, 32, device="cuda", dtype=torch.bool) if masked else None)
+    assert calls == [(heads, heads, heads == 2)]
 
 
-HALF = [pytest.param(row, marks=[pytest.mark.slow] * (i % 2)) for i, row in enumerate(GRID)]  # meets all formulas
+@pytest.mark.parametrize("user", [True, False])
+def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, user):
+    """cuDNN is allowed if the sizes repeat: not with a mask, for other queries than keys, or without a gradient. A user
+    who turns it off keeps it off; an error leaves it as it was."""
+    seen, sdpa = [], F.scaled_dot_product_attention
+
+    def recorder(*args, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorder)
+    q, k = torch.randn(2, 2, 3, 8, 16, requires_grad=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    torch.backends.cuda.enable_cudnn_sdp(user)
+    try:
+        for queries, m, grad in (
+            (8, None, True), (8, None, False), (8, mask, True), (1, None, True), (1, mask[-1:], False),
+        ):  # fmt: skip
+            with torch.set_grad_enabled(grad):
+                ops.fused_attention(q[:, :, -queries:], k, k, m, is_causal=queries == 8 and m is None)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == user
+        assert seen == [user, False, False, False, False]
+        with pytest.raises(RuntimeError):
+            ops.fused_attention(q, k, k, mask[:, :5])
+        assert torch.backends.cuda.cudnn_sdp_enabled() == user and seen.pop() is False
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize("flags", HALF, ids=changes)
-def test_the_grid_by_formulas(flags, monkeypatch):
-    with torch.random.fork_rng():
-        ours = figures(flags)
-    for name, f in NAIVE.items():
-        monkeypatch.setattr(ops, name, f)
-    theirs = figures(flags)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-9 * max(1.0, b.abs().max()))
+@pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
+def test_the_compiled_loss_of_a_chunk(softcap, z_loss):
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
+    exact = logits.double().requires_grad_()
+    z = ops.capped(exact, softcap)
+    total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
+    (total + z_loss * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
+    for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
+        found, slope = f(logits.clone(), targets, softcap, True, z_loss)
+        assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
+        assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
+
+
+def test_chunks_have_one_size():
+    """The fewest that divide the rows, below twice as many as are needed, so that one graph is compiled for all."""
+    assert [ops.rows_at_once(0, 50304, torch.device(each)) for each in ("cpu", "cuda")] == [640, 5248]  # of GPT-2
+    for n, most in ((12288, 5248), *itertools.product(range(1, 60), repeat=2)):
+        rows = ops.equal_rows(n, most)
+        assert rows <= most and (n % rows == 0 or rows == most) and -(-n // rows) < 2 * -(-n // most)
+    torch._dynamo.reset()
+    graphs, of_chunk = [], lambda *args: ops.chunk_loss(*args)  # noqa: E731
+    of_chunk = torch.compile(of_chunk, backend=lambda graph, inputs: graphs.append(graph) or graph, dynamic=False)
+    x, W = torch.randn(24, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    targets = torch.randint(9, (24,))
+    ops.cross_entropy(x, W, targets, chunk=10, of_chunk=of_chunk).backward()
+    expected = torch.autograd.grad(F.cross_entropy(x @ W.T, targets, reduction="sum"), (x, W))
+    assert len(graphs) == 1
+    assert torch.allclose(x.grad, expected[0], atol=1e-6) and torch.allclose(W.grad, expected[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_16_bits_are_summed_in_float32(dtype):
+    """A CPU converts each product; CUDA's own overload, seen on fake tensors, needs no copy. The first product is
+    written, and the second one added."""
+    a, b = torch.randn(3, 5).to(dtype), torch.randn(5, 4).to(dtype)
+    out, called = torch.full((3, 4), math.nan), []
+    ops.product_(out, a, b, add=False)
+    ops.product_(out, a, b, add=True)
+    assert out.dtype == torch.float32 and torch.allclose(out, 2 * (a.float() @ b.float()), rtol=0.02, atol=0.02)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            if "mm" in f.name():
+                called.append((f.name(), [x.dtype for x in args if isinstance(x, torch.Tensor)], kwargs["out"] is out))
+                return out
+            return f(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.device("cuda"):
+        out, a, b = torch.empty(3, 4), torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5, 4, dtype=torch.bfloat16)
+        with Recorder():
+            ops.product_(out, a, b, add=False)
+            ops.product_(out, a, b, add=True)
+    wide, narrow = torch.float32, torch.bfloat16
+    assert called == [
+        ("aten::mm.dtype_out", [narrow, narrow], True),
+        ("aten::addmm.dtype_out", [wide, narrow, narrow], True),
+    ]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_part_of_the_initial_weights_is_that_part_of_the_whole(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
+    start = tuple(data.draw(st.integers(0, n)) for n in shape)
+    size = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+    longer = (shape[0] + data.draw(st.integers(0, 3)), *shape[1:])  # as with padding
+    whole = ops.normal("0 x", longer, (0,) * len(shape), shape, "cpu")
+    part = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    assert torch.equal(ops.normal("0 x", shape, start, size, "cpu"), part)
+
+
+def test_large_arrays_are_drawn_in_strips():
+    whole = ops.normal("0 x", (3000, 50), (0, 0), (3000, 50), "cpu")  # 2^16 numbers at once
+    assert torch.equal(torch.cat([ops.normal("0 x", (3000, 50), (i, 0), (1, 50), "cpu") for i in range(3000)]), whole)

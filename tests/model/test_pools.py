@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import DOCS, TINY, assert_same, build, jitter, leaves, naive_attention
+from models import DOCS, TINY, assert_same, build, jitter, leaves, naive_attention
 
 import model as M
 from engine.optim import hidden_matrices

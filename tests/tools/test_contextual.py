@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_model import build, jitter
+from models import build, jitter
 
 import model as M
 from tools.heads import contextual_mlp

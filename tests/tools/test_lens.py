@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from helpers import refused
+from models import build
 from test_contextual import sharp, text
-from test_model import build
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -1,0 +1,120 @@
+"""Tiny models and their inputs, decoding with and without a cache, and attention from its equations: what the tests of
+the model share."""
+
+import math
+
+import torch
+
+import ops
+from engine.decode import generate
+from model import Model, ModelConfig
+
+TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
+T, S = TINY["block_size"], 11  # of a text and of a source
+# The second row ends in one that might be padding
+DOCS = torch.tensor([[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3])
+SOURCE_DOCS = torch.tensor([[0] * 3 + [4] * 8, [0] * 6 + [1] * 4 + [2]])
+
+
+def build(dtype=torch.float64, **flags) -> Model:
+    torch.manual_seed(1)
+    return Model(ModelConfig(**TINY | flags)).to(dtype).eval()
+
+
+def jitter(model: Model):
+    """Off the initial point, where parts of a simplified block are the identity and their gradients are zero."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], shape)
+
+
+def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
+    """What the model takes besides two rows of T tokens."""
+    torch.manual_seed(3)
+    given = {"source": tokens(2, S)} if model.encoder else {}
+    if docs:
+        given |= {"docs": DOCS} | ({"source_docs": SOURCE_DOCS} if model.encoder else {})
+    return given
+
+
+def check_decoding(model, prompt, n=T, **source):
+    """Cached decoding of n tokens gives what the uncached gives, beyond block_size as well. Up to there, one forward
+    has the logits of every length."""
+    text, steps = decoded(model, prompt, n, **source)
+    limit = model.cfg.block_size
+    whole = model(text[:, :limit], **source)
+    for length, step in enumerate(steps.unbind(1), prompt.size(1)):
+        if length <= limit:
+            expected = whole[:, length - 1]
+        else:
+            expected = model(text[:, length - limit : length], **source)[:, -1]
+        assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {length}"
+
+
+def decoded(model, prompt, n, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The text (B, T + n), and the logits (B, n, V) from which its last n tokens were chosen."""
+    steps = []
+    for _ in generate(model, prompt, n, lambda logits: steps.append(logits) or logits.argmax(-1), **options):
+        pass
+    steps = torch.stack(steps, dim=1)
+    assert steps.size(1) == n
+    return torch.cat((prompt, steps.argmax(-1)), dim=1), steps
+
+
+def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, docs=None, slots=None):
+    """From the equations, with every matrix materialised: q (B, H, T, D), k and v (B, Hkv, S, D), docs (B, T) and
+    (B, S), slots (Hkv, M, D) each."""
+    H, T, D = q.shape[1:]
+    S = k.size(2)
+    distance = torch.tensor([[i + S - T - j for j in range(S)] for i in range(T)])
+    hidden = (distance.abs() >= (window or T + S)) | (causal & (distance < 0))
+    if docs is not None:
+        hidden = hidden | (docs[0][:, :, None] != docs[1][:, None, :])
+    out = []
+    for h in range(H):
+        g = h * k.size(1) // H
+        scores = torch.einsum("btd,bsd->bts", q[:, h], k[:, g]) / math.sqrt(D)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            scores = scores - slopes[h] * distance.abs()
+        scores, values = scores.masked_fill(hidden, -math.inf), v[:, g]
+        if slots is not None:
+            of_slots = torch.einsum("btd,md->btm", q[:, h], slots[0][g]) / math.sqrt(D)
+            if softcap:
+                of_slots = softcap * torch.tanh(of_slots / softcap)
+            scores = torch.cat((of_slots, scores), dim=-1)
+            values = torch.cat((slots[1][g].expand(len(v), -1, -1), values), dim=1)
+        out.append(torch.softmax(scores, dim=-1) @ values)
+    return torch.stack(out, dim=1)
+
+
+def leaves(*shapes: tuple[int, ...], dtype=torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def assert_same(got, expected, wanted, rtol=1e-10, atol=1e-10):
+    """The same values, and the same gradients of what is wanted."""
+    assert torch.allclose(got, expected, rtol, atol)
+    weight = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), wanted) for y in (got, expected)), strict=True):
+        assert torch.allclose(a, b, rtol, atol)
+
+
+def documents(length: int, seed: int = 0) -> torch.Tensor:
+    """Numbers (2, length) of up to four documents, with gaps between the numbers."""
+    torch.manual_seed(seed)
+    n = min(4, length)
+    return 3 * torch.cat((torch.arange(n).expand(2, -1), torch.randint(n, (2, length - n))), dim=1).sort().values
+
+
+def spy_on_kernels(monkeypatch) -> list[str]:
+    """The answers of attention_kernel to attention, from now on."""
+    answers, kernel = [], ops.attention_kernel
+    monkeypatch.setattr(ops, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
+    return answers
