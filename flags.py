@@ -230,6 +230,38 @@ def parsed_reader(word: str) -> Reader:
     return READER[match[2]]._replace(**chosen, share=Fraction(int(match[1] or 1), int(match[4] or 1)))
 
 
+def check_layer(cfg: "LayerFlags"):
+    """ValueError if not each string of cfg.layer can be built in some layer."""
+    for reader, _ in cfg.readers:
+        check_reader(cfg, reader)
+    if len(cfg.strings) > cfg.n_layer:
+        refuse(cfg, "layer n_layer", "there are more strings than layers; leave some out")
+    if cfg.block == "superblock" and cfg.objective != "seq2seq" and re.search("(^|[0-9+,;])m", cfg.layer):
+        refuse(cfg, "layer objective", "an m reads an encoder; set objective=seq2seq, or leave m out")
+
+
+def check_reader(cfg: "LayerFlags", reader: Reader):
+    """ValueError if the reader has switches that do not go together, or not with the other flags."""
+    if reader.source == "experts":
+        if not cfg.n_expert:
+            refuse(cfg, "layer n_expert", "an e needs experts; set n_expert")
+        plain = reader.query == "stream" and reader.out == "none" and reader.phi != "softmax"
+        if not plain or reader.share > 1:
+            refuse(cfg, "layer", "experts may have only another map or a part of the units, such as e.relu2/2")
+    if reader.dense and reader.share > 1:
+        refuse(cfg, "layer", f"{reader.name} takes {reader.share} of the units; write a part, such as /2 or 3p/4")
+    if reader.slots and (reader.source != "context" or reader.phi != "softmax"):
+        refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
+    if reader.slots == "joint_slots" and cfg.doc_mask and cfg.pos == "rope":
+        why = "a document would have other results at another place in the row; use own_slots"
+        refuse(cfg, "doc_mask pos layer", why)
+    if cfg.pos == "alibi" and reader.source == "context":
+        if reader.phi != "softmax":
+            refuse(cfg, "layer pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
+        if reader.share != 1:
+            refuse(cfg, "layer pos n_head", "the slopes are those of all heads; leave /n out, or set pos=rope")
+
+
 class LayerFlags(Flags):
     """The base class of ModelConfig: what follows from its flags, mostly about the readers of each layer."""
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ops
-from flags import READER, SWITCH, LayerFlags, Reader, parsed, refuse
+from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse
 from ops import Mask
 
 Maybe = Tensor | None
@@ -525,13 +525,12 @@ MLP_KIND = {
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
     "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
 }
-SOFTMAX = Kind(None)
 
 
 def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
-    """The reader's phi."""
+    """The reader's phi. A softmax is Kind(None)."""
     name = cfg.mlp if reader.phi == "mlp" else reader.phi
-    kinds = {"softmax": SOFTMAX} | MLP_KIND
+    kinds = {"softmax": Kind(None)} | MLP_KIND
     if name not in kinds:
         refuse(cfg, "layer", f".{name} is no switch; known are {', '.join([*SWITCH, *kinds])}")
     return kinds[name]
@@ -539,27 +538,18 @@ def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
 
 def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
     """H and Hkv: the reader's share of the layer's heads."""
-    C, H = cfg.n_embd, cfg.n_head
+    C, H, Hkv = cfg.n_embd, cfg.n_head, cfg.kv_heads
     if not cfg.head_dim and C % H:
         even = -(-C // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
         refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
-    if cfg.n_kv_head not in (0, cfg.kv_heads):
+    if cfg.n_kv_head not in (0, Hkv):
         refuse(cfg, "n_kv_head attention", f"mha has {H} key/value heads and mqa has 1; set attention=gqa")
-    if cfg.kv_heads == 0 or H % cfg.kv_heads:
-        refuse(cfg, "attention n_kv_head n_head", f"set n_kv_head to a divisor of n_head: {divisors(H)}")
-    return share_of(cfg, reader, H), share_of(cfg, reader, cfg.kv_heads)
-
-
-def share_of(cfg: ModelConfig, reader: Reader, n: int) -> int:
-    part = reader.share * n
-    if part > n or part.denominator > 1:
-        fact = f"{reader.name} takes {reader.share} of {n} heads, or of as many key/value heads"
-        refuse(cfg, "layer", f"{fact}; write a part such as /2 or 3c/4, of n heads with n in {divisors(n)}")
-    return int(part)
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, min(n, 1024) + 1) if n % d == 0]
+    if Hkv == 0 or H % Hkv:
+        refuse(cfg, "attention n_kv_head n_head", "set n_kv_head to a divisor of n_head")
+    if reader.share > 1 or (reader.share * Hkv).denominator > 1:
+        fact = f"{reader.name} takes {reader.share} of {H} heads and of {Hkv} key/value heads"
+        refuse(cfg, "layer", f"{fact}; write a part of both, such as /2 or 3c/4")
+    return int(reader.share * H), int(reader.share * Hkv)
 
 
 class Heads(nn.Module):
@@ -583,28 +573,43 @@ class Heads(nn.Module):
         self.head_dim = D = cfg.head_size
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
+        self.phi: Callable | None = None  # see ops.attention
         self.cache = None  # decoding sets a KVCache
-        self.gate = self.mix = None
-        self.phi = kind_of(cfg, reader).f
+        self.gate = None
         self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
         self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
         self.position = AttentionPosition(cfg)
-        self.out = self.projection(cfg, "out", reader.out == "matrix")
+        width = self.n_head * D
+        if width != cfg.n_embd and (reader.query == "stream" or reader.out == "none"):
+            fact = f"{self.n_head} heads of {D} channels are not as wide as the stream"
+            refuse(cfg, "layer n_embd", f"{fact}, and {reader.name} has no matrix between them; give it one")
+        self.out = with_role(nn.Identity(), "out")
+        if reader.out == "matrix":
+            self.out = Linear(cfg, width, cfg.n_embd, "out")
 
-    def projection(self, cfg: ModelConfig, role: str, matrix: bool) -> nn.Module:
-        """The matrix between the stream and the heads, or none if the heads are as wide as the stream."""
-        C, width = cfg.n_embd, self.n_head * self.head_dim
-        if not matrix and width != C:
-            fact = f"{self.n_head} heads of {self.head_dim} channels are not as wide as the stream"
-            refuse(cfg, "layer n_embd", f"{fact}, and {self.reader.name} has no matrix between them; give it one")
-        if not matrix:
-            return with_role(nn.Identity(), role)
-        return Linear(cfg, width, C, "out") if role == "out" else Linear(cfg, C, width, role, bias=cfg.qkv_bias)
+    def make_queries(self, cfg: ModelConfig):
+        """The layer between the stream and the queries."""
+        self.q = with_role(nn.Identity(), "into")
+        if self.reader.query == "heads":
+            self.q = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into", bias=cfg.qkv_bias)
+
+    def make_slots(self, cfg: ModelConfig, keys: int = 1):
+        """Learned values, with `keys` keys each: n_slot for each key/value head, or so many that the layer has as many
+        parameters as with an MLP."""
+        n = cfg.n_slot
+        if n == 0:
+            phi = "mlp" if self.reader.phi == "softmax" else self.reader.phi
+            mlp = READER["p"]._replace(phi=phi, share=self.reader.share)
+            parameters = (1 + kind_of(cfg, mlp).inputs) * cfg.n_embd * hidden_units(cfg, mlp)
+            n = max(1, round(parameters / ((keys + 1) * self.n_kv_head * self.head_dim)))
+        self.per_head = (*self.per_head, "slot_k", "slot_v")
+        self.slot_k = nn.Parameter(torch.empty(self.n_kv_head, keys * n, self.head_dim))
+        self.slot_v = nn.Parameter(torch.empty(self.n_kv_head, n, self.head_dim))
+        std = cfg.init_std * math.sqrt(cfg.n_embd)  # as a normed stream's keys
+        self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
-        if self.mix is not None:
-            v = self.mixed(v, inputs.shared)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
@@ -614,6 +619,11 @@ class Heads(nn.Module):
         """(B, H, T, D)."""
         (q,) = self.split(self.q(x.to(ops.matmul_dtype(x))), 1)
         return q
+
+    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
+        heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
+        return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
@@ -628,29 +638,21 @@ class Heads(nn.Module):
         y = ops.attention(q, k, v, self.head_dim, mask, self.softcap, dropout, slots, self.strips, self.phi)
         return y[..., : v.size(3)]
 
-    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
-        heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
-        return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
-    def make_slots(self, cfg: ModelConfig, keys: int = 1):
-        """Learned keys and values: M slots of each key/value head, with `keys` keys each."""
-        n = slots_of(cfg, self.reader, keys)
-        self.per_head = (*self.per_head, "slot_k", "slot_v")
-        self.slot_k = nn.Parameter(torch.empty(self.n_kv_head, keys * n, self.head_dim))
-        self.slot_v = nn.Parameter(torch.empty(self.n_kv_head, n, self.head_dim))
-        std = cfg.init_std * math.sqrt(cfg.n_embd)  # as a normed stream's keys
-        self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
+def over_tokens(cfg: ModelConfig, reader: Reader) -> Callable | None:
+    """phi of ops.attention for queries that see n tokens: phi(scores) / n, or sigmoid(scores - log n). None for a
+    softmax."""
+    phi, inputs = kind_of(cfg, reader)
+    if inputs == 2:
+        refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
+    if phi is None:
+        return None
 
+    def mean(scores: Tensor, n: Tensor) -> Tensor:  # (..., T, S), (..., T, 1)
+        n = n.clamp(min=1)
+        return phi(scores - n.log()) if phi is torch.sigmoid else phi(scores) / n
 
-def slots_of(cfg: ModelConfig, reader: Reader, keys: int) -> int:
-    """Slots of each key/value head: n_slot, or so many that the layer has as many parameters as with an MLP."""
-    if cfg.n_slot:
-        return cfg.n_slot
-    mlp = READER["p"]._replace(phi="mlp" if reader.phi == "softmax" else reader.phi, share=reader.share)
-    parameters = (1 + kind_of(cfg, mlp).inputs) * cfg.n_embd * hidden_units(cfg, mlp)
-    _, Hkv = heads_of(cfg, reader)
-    return max(1, round(parameters / ((keys + 1) * Hkv * cfg.head_size)))
+    return mean
 
 
 class Attention(Heads):
@@ -658,14 +660,16 @@ class Attention(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
         super().__init__(cfg, reader)
-        self.phi = map_of_tokens(cfg, reader)
+        self.phi = over_tokens(cfg, reader)
         self.window = cfg.layer_window(layer)
         self.causal = cfg.objective != "masked"
         self.position = layer_position(cfg, layer)
+        self.mix = None
         self.make_projections(cfg, layer)
-        if cfg.attn_gate != "none":
-            width, role = {"head": (1, "per_head"), "element": (self.head_dim, "into")}[cfg.attn_gate]
-            self.gate = Linear(cfg, cfg.n_embd, self.n_head * width, role)
+        if cfg.attn_gate == "head":
+            self.gate = Linear(cfg, cfg.n_embd, self.n_head, "per_head")
+        if cfg.attn_gate == "element":
+            self.gate = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into")
         if cfg.value_residual:
             self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
         if reader.slots:
@@ -678,7 +682,7 @@ class Attention(Heads):
         if self.reader.query == "heads":
             self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), cfg.qkv_bias)
         else:
-            self.q = self.projection(cfg, "into", False)
+            self.make_queries(cfg)
             self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "into", (0, Hkv, (D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -687,16 +691,10 @@ class Attention(Heads):
             return self.queries(x), *self.split(self.kv(x), 1, 1)
         return self.split(self.qkv(x), self.n_head // self.n_kv_head, 1, 1)
 
-    def mixed(self, v: Tensor, shared: Shared) -> Tensor:
-        """v, in all layers but the first mixed with the first layer's (arXiv:2410.17897)."""
-        first = shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
-        if not self.mix:
-            return v
-        own, other = self.mix
-        return (own(v) + other(first)).to(v.dtype)
-
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
+        if self.mix is not None:
+            v = self.mixed(v, inputs.shared)
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
@@ -707,33 +705,17 @@ class Attention(Heads):
             y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))  # not self.attend, which cp replaces
         return y
 
+    def mixed(self, v: Tensor, shared: Shared) -> Tensor:
+        """v, in all layers but the first mixed with the first layer's (arXiv:2410.17897)."""
+        first = shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
+        if not self.mix:
+            return v
+        own, other = self.mix
+        return (own(v) + other(first)).to(v.dtype)
+
     def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots beside the context, each (Hkv, M, D)."""
         return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
-
-
-def map_of_tokens(cfg: ModelConfig, reader: Reader) -> Callable | None:
-    """phi of ops.attention, None for a softmax. ValueError if heads cannot read tokens in this way."""
-    kind = kind_of(cfg, reader)
-    if kind.inputs == 2:
-        refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
-    if reader.slots and (kind is not SOFTMAX or reader.source != "context"):
-        refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
-    if reader.slots == "joint_slots" and cfg.doc_mask and cfg.pos == "rope":
-        why = "a document would have other results at another place in the row; use own_slots"
-        refuse(cfg, "doc_mask pos layer", why)
-    if cfg.pos == "alibi" and reader.source == "context":
-        if kind is not SOFTMAX:
-            refuse(cfg, "layer pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
-        if reader.share != 1:
-            refuse(cfg, "layer pos n_head", "the slopes are those of all heads; leave /n out, or set pos=rope")
-    return None if kind is SOFTMAX else partial(over_tokens, kind.f)
-
-
-def over_tokens(phi: Callable, scores: Tensor, n: Tensor) -> Tensor:
-    """phi(scores) / n, or sigmoid(scores - log n), for queries that see n tokens: scores (..., T, S), n (..., T, 1)."""
-    n = n.clamp(min=1)
-    return phi(scores - n.log()) if phi is torch.sigmoid else phi(scores) / n
 
 
 class CrossAttention(Heads):
@@ -741,16 +723,18 @@ class CrossAttention(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
         super().__init__(cfg, reader)
-        self.phi = map_of_tokens(cfg, reader)
         Hkv, D = self.n_kv_head, self.head_dim
-        self.q = self.projection(cfg, "into", reader.query == "heads")
+        self.phi = over_tokens(cfg, reader)
+        self.make_queries(cfg)
         self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
-        if self.cache:
-            return self.queries(x), *self.cache.once(lambda: self.split(self.kv(inputs.memory), 1, 1))
-        return self.queries(x), *self.split(self.kv(inputs.memory), 1, 1)
+
+        def pool() -> tuple[Tensor, Tensor]:
+            return self.split(self.kv(inputs.memory), 1, 1)
+
+        return self.queries(x), *(self.cache.once(pool) if self.cache else pool())
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
@@ -761,12 +745,10 @@ class Slots(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
         super().__init__(cfg, reader)
-        if reader.slots:
-            refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
-        self.q = self.projection(cfg, "into", True)
-        inputs = kind_of(cfg, reader).inputs
-        if self.phi is not None:
-            self.phi = partial(over_keys, self.phi, inputs)
+        phi, inputs = kind_of(cfg, reader)
+        if phi is not None:
+            self.phi = lambda scores, n: phi(*scores.chunk(inputs, -1))  # (..., T, inputs M) -> (..., T, M)
+        self.make_queries(cfg)
         self.make_slots(cfg, inputs)
 
     def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -777,11 +759,6 @@ class Slots(Heads):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         return Heads.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp replaces
-
-
-def over_keys(phi: Callable, inputs: int, scores: Tensor, n: Tensor) -> Tensor:
-    """phi of the scores (..., T, inputs M) of learned keys: (..., T, M)."""
-    return phi(*scores.chunk(inputs, -1))
 
 
 class ShapedAttention(Attention):
@@ -849,29 +826,26 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
         super().__init__()
-        self.reader = reader
-        if reader.share > 1:
-            refuse(cfg, "layer", f"{reader.name} takes {reader.share} of the units; write a part, such as /2 or 3p/4")
-        kind = kind_of(cfg, reader)
         C = cfg.n_embd
         groups = 1 if hidden else cfg.n_group
         hidden = hidden or hidden_units(cfg, reader)
         if C % groups:
-            refuse(cfg, "n_group n_embd", f"set n_group to a divisor of n_embd: {divisors(C)}")
-        self.phi = kind.f
-        unit = cfg.hidden_unit if groups == 1 else hidden // groups
-        if kind is SOFTMAX:
+            refuse(cfg, "n_group n_embd", "set n_group to a divisor of n_embd")
+        self.reader = reader
+        self.phi, inputs = kind_of(cfg, reader)
+        unit = cfg.hidden_unit
+        if groups > 1 or reader.phi == "softmax":
             unit = hidden // groups
-            self.phi = partial(scaled_softmax, (C // groups) ** -0.5)
-        rows = (unit,) * kind.inputs
-        self.rows = rows if kind is SOFTMAX or kind.inputs == 2 else ()
+        if reader.phi == "softmax":
+            self.phi = lambda scores: (scores * (C // groups) ** -0.5).softmax(-1)
+        self.rows = (unit,) * inputs
         self.q = nn.Identity()
         self.out = nn.Identity()
         if groups == 1:
-            self.up = Linear(cfg, C, hidden * len(rows), "into", (0, hidden // unit, rows))
+            self.up = Linear(cfg, C, hidden * inputs, "into", (0, hidden // unit, self.rows))
             self.down = Linear(cfg, hidden, C, "out")
         else:  # tensor parallelism cuts the slices, as it cuts heads
-            self.up = GroupedLinear(cfg, groups, C, "into", rows)
+            self.up = GroupedLinear(cfg, groups, C, "into", self.rows)
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
             self.q.role = "into"
             self.out.role = "out"
@@ -883,14 +857,9 @@ class MLP(nn.Module):
         return self.out(self.down(activations(self.phi, self.rows, self.up(self.q(x)))))
 
 
-def scaled_softmax(scale: float, scores: Tensor) -> Tensor:
-    return (scores * scale).softmax(-1)
-
-
 def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
-    """phi of the scores (..., units) of hidden units. A gated phi has pieces of gates and values of `rows` in turn."""
-    if not rows:
-        return phi(scores)
+    """phi of the scores (..., units) of hidden units, which have pieces of `rows` in turn: of a gated phi gates, then
+    values."""
     parts = scores.unflatten(-1, (-1, sum(rows))).split(rows, dim=-1)  # each (..., F / unit, unit)
     return phi(*parts).flatten(-2)
 
@@ -938,18 +907,17 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
         super().__init__()
-        check_experts(cfg, reader)
+        if cfg.n_expert_active > cfg.n_expert:
+            refuse(cfg, "n_expert_active n_expert", "a token reads some of the experts; lower it, or set more experts")
+        C = cfg.n_embd
+        hidden = hidden_units(cfg, reader)
         self.reader = reader
         self.active = cfg.n_expert_active
         self.score = torch.sigmoid if cfg.router == "sigmoid" else partial(torch.softmax, dim=-1)
-        C = cfg.n_embd
-        hidden = hidden_units(cfg, reader)
-        kind = kind_of(cfg, reader)
-        rows = (cfg.hidden_unit,) * kind.inputs
-        self.phi = kind.f
-        self.rows = rows if kind.inputs == 2 else ()
+        self.phi, inputs = kind_of(cfg, reader)
+        self.rows = (cfg.hidden_unit,) * inputs
         self.router = Linear(cfg, C, cfg.n_expert, "router")
-        self.up = ExpertLinear(cfg, C, hidden * len(rows), "into", (0, hidden // cfg.hidden_unit, rows))
+        self.up = ExpertLinear(cfg, C, hidden * inputs, "into", (0, hidden // cfg.hidden_unit, self.rows))
         self.down = ExpertLinear(cfg, hidden, C, "out")
         self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
@@ -987,36 +955,11 @@ class Experts(nn.Module):
         return self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
 
 
-def check_experts(cfg: ModelConfig, reader: Reader):
-    """ValueError if there are no experts, or none of this kind."""
-    if not cfg.n_expert:
-        refuse(cfg, "layer n_expert", "an e needs experts; set n_expert")
-    plain = (reader.query, reader.out, reader.slots) == ("stream", "none", "")
-    if not plain or reader.phi == "softmax" or reader.share > 1:
-        refuse(cfg, "layer", "experts may have only another map or a part of the units, such as e.relu2/2")
-    if cfg.n_expert_active > cfg.n_expert:
-        refuse(cfg, "n_expert_active n_expert", "a token reads some of the experts; lower it, or set more experts")
-
-
 def routing(p: Tensor, chosen: Tensor) -> Tensor:
     """How often each expert is among those chosen (B, n), and the sum of the entropies of p (B, T, E): (B, E + 1)."""
     loads = p.new_zeros(len(p), p.size(-1)).scatter_add(1, chosen, p.new_ones(1).expand_as(chosen))
     entropy = torch.special.entr(p / p.sum(-1, keepdim=True)).flatten(1).sum(1, keepdim=True)
     return torch.cat((loads, entropy), dim=1).detach()
-
-
-def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
-    """The module of a reader."""
-    if reader.units:
-        return (MLP if reader.dense else Experts)(cfg, layer, reader)
-    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
-    return kinds[reader.source](cfg, layer, reader)
-
-
-def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
-    """The MLP of a layer, which has experts behind the first n_dense_layer if there are any."""
-    letter = "e" if cfg.n_expert and layer >= cfg.n_dense_layer else "p"
-    return make_reader(cfg, layer, READER[letter])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1026,8 +969,8 @@ def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
 class Sum(nn.Module):
     """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
 
-    before, after and total are norms or identities, see PLACEMENT. gains maps a reader's name to the initial value of
-    its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
+    before, after and total are norms or identities, see PLACEMENT. gains maps each reader's name to the initial value
+    of its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
     "learned", which starts at 1.
     """
 
@@ -1038,13 +981,11 @@ class Sum(nn.Module):
         self.total = norm(cfg, "total")
         self.gain = nn.Identity()
         self.gains = None
-        if gains and not gains.keys() <= readers.keys():
-            raise ValueError(f"gains={gains} must have the names of readers: {', '.join(readers)}")
         if gains and len(readers) == 1:
-            (initial,) = gains.values()
-            self.gain = Gain(initial)
+            (name,) = readers
+            self.gain = Gain(gains[name])
         elif gains:
-            self.gains = nn.ModuleList(Gain(gains[name]) if name in gains else nn.Identity() for name in readers)
+            self.gains = nn.ModuleList(Gain(gains[name]) for name in readers)
         self.skip = {1: nn.Identity(), "learned": Gain(1.0), 0: None}[skip]
         self.dropout = cfg.dropout
         self.names = tuple(readers)
@@ -1067,13 +1008,29 @@ class Sum(nn.Module):
 
 def readers_of(cfg: ModelConfig, layer: int, string: str = "") -> list[Sum]:
     """The sums of a layer whose readers stand in this string, by default in the layer's own of cfg.layer."""
-    if string and cfg.n_expert and layer >= cfg.n_dense_layer:
+    if string and has_experts(cfg, layer):
         string = string.replace("p", "e")
     sums = cfg.sums(layer, string)
     return [Sum(cfg, **{reader.name: make_reader(cfg, layer, reader) for reader in readers}) for readers in sums]
 
 
-def cross(cfg: ModelConfig, layer: int) -> dict[str, Heads]:
+def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
+    if reader.dense:
+        return MLP(cfg, layer, reader)
+    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
+    return kinds[reader.source](cfg, layer, reader)
+
+
+def has_experts(cfg: ModelConfig, layer: int) -> bool:
+    return cfg.n_expert > 0 and layer >= cfg.n_dense_layer
+
+
+def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    return make_reader(cfg, layer, READER["e" if has_experts(cfg, layer) else "p"])
+
+
+def cross(cfg: ModelConfig, layer: int) -> dict[str, nn.Module]:
     """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
     if cfg.objective != "seq2seq":
         return {}
@@ -1109,12 +1066,9 @@ class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         self.sums = nn.ModuleList(each for each in BLOCK[cfg.block](cfg, layer) if each.names)
-        names = [name for each in self.sums for name in each.names]  # initial weights depend on the names
-        if len(set(names)) < len(names):
+        names = [name for each in self.sums for name in each.names]
+        if len(set(names)) < len(names):  # their initial weights would be equal
             raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
-        plain = [name for name, m in self.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, Linear)]
-        if plain:
-            raise ValueError(f"block={cfg.block} has plain nn.Linear layers, {', '.join(plain)}; use Linear")
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         for each in self.sums:
@@ -1134,8 +1088,7 @@ class Stack(nn.Module):
         self.cfg = cfg
         if not any(reader.source == "context" and n for reader, n in cfg.readers):
             refuse(cfg, "layer n_layer", "a layer has no c, so no token would see another; add one")
-        kind = "layernorm" if cfg.bare else "none"
-        self.first_norm = with_role(NORM[kind](cfg), "whole")
+        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
@@ -1164,7 +1117,7 @@ class Model(Stack):
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
         if cfg.vocab_size == 0:
             refuse(cfg, "vocab_size", "this means the data's, and here there is no data; set it")
-        check_strings(cfg)
+        check_layer(cfg)
         super().__init__(cfg)
         self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
@@ -1205,7 +1158,8 @@ class Model(Stack):
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
-        drawn = value.std * ops.normal(f"{seed} {re.sub(r'sums[.][0-9]+[.]', '', name)}", shape, start, size, device)
+        key = re.sub(r"sums[.][0-9]+[.]", "", name)
+        drawn = value.std * ops.normal(f"{seed} {key}", shape, start, size, device)
         row = torch.arange(start[0], start[0] + size[0], device=device) % value.period
         drawn[row < value.zero] = 0
         return drawn
@@ -1215,31 +1169,36 @@ class Model(Stack):
         doc_starts: Maybe = None, source_doc_starts: Maybe = None,
     ) -> Tensor:  # fmt: skip
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
-        alone = (docs is None) != (source_docs is None) or (doc_starts is None) != (source_doc_starts is None)
-        if source is not None and alone:
-            fact = "docs and source_docs go together, and so do doc_starts and source_doc_starts"
-            raise ValueError(f"{fact}; give zeros to the one that is a single document")
         memory = self.encode(source, source_docs, source_doc_starts)
         x = self.hidden(idx, 0, docs, memory, source_docs, doc_starts, source_doc_starts)
         return self.logits(x) if targets is None else self.loss(x, targets)
 
-    def experts(self) -> list[Experts]:
-        """The experts of all layers, those of the encoder last."""
-        return [m for m in self.modules() if isinstance(m, Experts)]
-
     def encode(self, source: Maybe, docs: Maybe = None, starts: Maybe = None) -> Maybe:
         """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
-        if source is None and self.encoder is not None:
-            raise ValueError(f"objective={self.cfg.objective} needs a source")
-        if source is not None and self.encoder is None:
-            raise ValueError(f"objective={self.cfg.objective} reads no source")
+        if (source is None) != (self.encoder is None):
+            raise ValueError("objective=seq2seq needs a source, and other models read none")
         if source is None:
             return None
         return self.hidden(source, docs=docs, starts=starts, stack=self.encoder)
 
+    def hidden(
+        self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None,
+        starts: Maybe = None, memory_starts: Maybe = None, stack: Stack | None = None,
+    ) -> Tensor:  # fmt: skip
+        """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
+        the cross-attention, (B, T, C)."""
+        stack = stack or self
+        x, t = self.embed(idx, start, docs)
+        own = documents(docs, docs, starts, starts)
+        of_memory = None
+        if memory is not None:
+            of_memory = documents(docs, memory_docs, starts, memory_starts)
+        return stack.through_blocks(x, Inputs(stack.table(t, x), own, memory, of_memory))
+
     def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
         """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
-        cfg, T = self.cfg, idx.size(1)
+        cfg = self.cfg
+        T = idx.size(1)
         if T > cfg.block_size:
             raise ValueError(f"a sequence of {T} tokens does not fit in block_size={cfg.block_size}; crop it")
         t = self.place(torch.arange(start, start + T, device=idx.device))
@@ -1256,25 +1215,6 @@ class Model(Stack):
     def place(self, t: Tensor) -> Tensor:
         """Numbers of the tokens that this model is given, (T,) -> their positions in the text."""
         return t
-
-    def hidden(
-        self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None,
-        starts: Maybe = None, memory_starts: Maybe = None, stack: Stack | None = None,
-    ) -> Tensor:  # fmt: skip
-        """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
-        the cross-attention, (B, T, C)."""
-        stack = stack or self
-        x, t = self.embed(idx, start, docs)
-        own = of_memory = None
-        if docs is not None:
-            own = docs, docs
-            of_memory = docs, memory_docs
-        if docs is not None and starts is not None:
-            ends = ops.boundaries(starts, docs.size(1))
-            own = *own, ends
-            if memory is not None:
-                of_memory = *of_memory, ends, ops.boundaries(memory_starts, memory.size(1))
-        return stack.through_blocks(x, Inputs(stack.table(t, x), own, memory, of_memory))
 
     def head_weight(self) -> Tensor:
         """The head's weight (V, C), without its padding rows."""
@@ -1303,6 +1243,20 @@ class Model(Stack):
         """Number of trainable parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
+    def experts(self) -> list[Experts]:
+        """The experts of all layers, those of the encoder last."""
+        return [m for m in self.modules() if isinstance(m, Experts)]
+
+
+def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> tuple[Tensor, ...] | None:
+    """Mask.docs for the document numbers of queries (B, T) and keys (B, S), and the first tokens of documents, if
+    known. None without documents."""
+    if queries is None and keys is None:
+        return None
+    if starts is None and key_starts is None:
+        return queries, keys
+    return queries, keys, ops.boundaries(starts, queries.size(1)), ops.boundaries(key_starts, keys.size(1))
+
 
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
     """The dtype of a residual stream that begins with x."""
@@ -1316,17 +1270,6 @@ def try_flags(cfg: ModelConfig):
     flags.vocab_size = cfg.vocab_size or 1
     with torch.device("meta"):
         Model(flags)
-
-
-def check_strings(cfg: ModelConfig):
-    """ValueError if not each string of cfg.layer can be built in some layer."""
-    if cfg.block != "superblock":
-        return
-    if len(cfg.strings) > cfg.n_layer:
-        refuse(cfg, "layer n_layer", "there are more strings than layers; leave some out")
-    readers = [reader for string in cfg.strings for readers in parsed(string) for reader in readers]
-    if cfg.objective != "seq2seq" and any(reader.source == "memory" for reader in readers):
-        refuse(cfg, "layer objective", "an m reads an encoder; set objective=seq2seq, or leave m out")
 
 
 def check_initial(model: nn.Module):
