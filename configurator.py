@@ -15,6 +15,7 @@ Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be na
 """
 
 import ast
+import difflib
 import math
 import operator
 import os
@@ -322,7 +323,7 @@ def convert(cls: type, name: str, value: Any, place: str) -> Any:
     """The value of a flag in its type. ValueError if there is no such flag, or it cannot have this value."""
     flag = cls.__dataclass_fields__.get(name)
     if flag is None:
-        raise ValueError(f"{setting(name, value, place)}: no such flag; --help lists them")
+        raise ValueError(f"{setting(name, value, place)}: no such flag; {like(cls, name)}")
     if name in PATHS:
         refuse_address(str(value), setting(name, value, place))
     try:
@@ -330,6 +331,14 @@ def convert(cls: type, name: str, value: Any, place: str) -> Any:
     except (ValueError, OverflowError):
         kinds = " or ".join(choices(flag.type))
         raise ValueError(f"{setting(name, value, place)}: expected {kinds}, such as {flag.default}") from None
+
+
+def like(cls: type, name: str) -> str:
+    """What the user of a name that is no flag may have meant."""
+    known = [*cls.__dataclass_fields__]
+    initials = {"".join(re.findall(r"(?<![a-z])[a-z]", flag)): flag for flag in known}  # lr: learning_rate
+    near = [initials[name]] if name in initials else difflib.get_close_matches(name, known, 1)
+    return f"the nearest is {near[0]}" if near else "--help lists them"
 
 
 def refuse_address(path: str, here: str):
@@ -355,7 +364,9 @@ def read_argument(cls: type, arg: str) -> Setting:
 def read_file(path: str) -> list[Setting]:
     """The settings of a config file. ValueError if it holds anything else."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such config file; flags are written --name=value")
+        raise FileNotFoundError(
+            f"{path}: no such config file; flags are written --name=value, such as --out_dir={path}"
+        )
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
     settings = []
     names = dict(CONSTANTS)

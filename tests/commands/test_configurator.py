@@ -218,10 +218,11 @@ def test_last_decay_lr_counts(tmp_path):
 # Mistakes: one line with the flag, its value, its place and the remedy
 
 COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
-    (["--learning-rate=3"], ["learning-rate=3 (command line)", "no such flag", "--help"]),
-    (["--\uff4e_layer=2"], ["no such flag"]),
+    (["--learning-rate=3"], ["learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
+    (["--lr=1e-3"], ["lr=0.001", "nearest is learning_rate"]),
+    (["--zzzzqqq=3"], ["zzzzqqq=3", "--help"]),
     (["--=3"], ["no such flag"]),
-    (["out/x"], ["out/x: no such config file", "--name=value"]),
+    (["out/x"], ["out/x: no such config file", "--out_dir=out/x"]),
     (["--n_head=5", "--n_embd=764"], ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
     (["--batch_size=64.5"], ["batch_size=64.5 (command line)", "expected int, such as 12"]),
     (["--batch_size=1e30"], ["batch_size=1000000000000", "must be <2147483648"]),
@@ -283,7 +284,7 @@ FILE_MISTAKES = [
     ("seed = 9**9**9", ":1: ", "too large"),
     ("learning_rate = (-8) ** 0.5", ":1)", "expected float"),
     ("seed = 0**-1", ":1: ", "negative power"),
-    ("n_l\u0430yer = 2", "no such flag", "--help"),
+    ("n_l\u0430yer = 2", "no such flag", "nearest is n_layer"),
     ("n_layer = True", "n_layer=True", "expected int"),
     ("# x\n\nseed = (3", ":3: ", "name = value"),
     ("seed = " + "(" * 500 + "1" + ")" * 500, ":1: ", ""),
