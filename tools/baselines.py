@@ -15,6 +15,7 @@ from typing import Literal
 from configurator import Config, parse
 from data.errors import command, require, user_errors
 from data.files import write_file
+from flags import Flags
 from tools.child import words_of
 from tools.compare import trainings
 from tools.compare.table import aligned, cells, error_notes
@@ -53,24 +54,24 @@ GRID = {
 
 
 @dataclass
-class BaselinesConfig:
+class BaselinesConfig(Flags):
     """The flags of baselines.py. ValueError names the flag, its value and the remedy."""
 
     # --- baselines
     table: Literal["blocks", "kinds", "way"] = "blocks"  # only blocks writes docs/baselines.md
     out: str = "out/baselines"  # folder of all trainings
-    steps: int = 450  # optimizer steps of a full training; a short one makes a third of them
-    seeds: int = 3  # number of final trainings of each variant
-    jobs: int = 2  # trainings at the same time; they share the threads
+    steps: int = 450  # [>=30] optimizer steps of a full training; a short one makes a third of them
+    seeds: int = 3  # [>0] [<=20] number of final trainings of each variant
+    jobs: int = 2  # [>0] trainings at the same time; they share the threads
     common: str = "--compile=True"  # arguments of every training
 
     def __post_init__(self):
-        require(self.steps >= 30, f"steps={self.steps} must be at least 30")
+        super().__post_init__()
         for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
-        trainings.CompareConfig(out=self.out, seeds=self.seeds, jobs=self.jobs)
+        first = next(iter(starting_points(self).values()))
         try:
-            parse(Config, words_of("common", arguments(self, [*starting_points(self).values()][0], self.steps)))
+            parse(Config, words_of("common", arguments(self, first, self.steps)))
         except ValueError as error:
             raise ValueError(f"common={self.common}: {error}") from None
 

@@ -18,6 +18,7 @@ from statistics import median
 
 from configurator import parse
 from data.errors import command, require, user_errors
+from flags import Flags
 from tools import speed
 from tools.child import ROOT, measure, stop, words_of
 
@@ -25,21 +26,21 @@ RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(Flags):
     """The flags of tools/bench.py."""
 
     # --- bench
     config: str = ""  # the only configuration of the table
     run: str = ""  # arguments of train.py; repeat the flag to compare runs
     against: str = ""  # folder of another checkout with a train.py, such as ../nanoGPT
-    rounds: int = 3  # how often each run is measured
+    rounds: int = 3  # [>0] how often each run is measured
 
     def __post_init__(self):
+        super().__post_init__()
         known = self.config in ("", *speed.CONFIGS)
         require(known, f"config={self.config} must be one of: {', '.join(speed.CONFIGS)}")
         there = not self.against or (Path(self.against) / "train.py").is_file()
         require(there, f"against={self.against} holds no train.py; give the folder of a checkout")
-        require(1 <= self.rounds <= 1000, f"rounds={self.rounds} must be at least 1 and at most 1000")
 
 
 def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:

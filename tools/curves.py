@@ -14,6 +14,7 @@ from configurator import read_file
 from data.errors import require
 from data.files import new_file
 from engine.metrics import read_metrics
+from flags import Flags
 
 OF_ONE_RUN = {"out_dir", "seed"}  # flags that do not tell runs apart
 LOSSES = {"loss": "training loss", "train_loss": "training loss, evaluated", "val_loss": "validation loss"}
@@ -27,18 +28,18 @@ MATPLOTLIB = dict.fromkeys(OF_TEXT, GREY) | {  # its settings, also for lens.py
 
 
 @dataclass
-class PlotConfig:
+class PlotConfig(Flags):
     """The flags of plot.py. ValueError names the flag, its value and the remedy."""
 
     # --- plot
     y: str = "loss"  # figures of metrics.jsonl, such as loss,val_loss
     x: Literal["tokens", "steps", "seconds", "flops"] = "tokens"  # what the figures are drawn against
-    smooth: int = 1  # number of consecutive logged steps whose mean is a point; evaluations are not smoothed
+    smooth: int = 1  # [>0] number of consecutive logged steps whose mean is a point; evaluations are not smoothed
     ymax: float = 0.0  # highest y of the picture, 0 = that of the figures
     out: str = ""  # file to write, .png, .svg or .pdf; empty = plot.png in the first run's folder
 
     def __post_init__(self):
-        require(self.smooth >= 1, f"smooth={self.smooth} must be at least 1, which draws each logged step")
+        super().__post_init__()
         known = Path(self.out).suffix in (".png", ".svg", ".pdf") or not self.out
         require(known, f"out={self.out} must end in .png, .svg or .pdf")
 
@@ -59,7 +60,8 @@ class Line(NamedTuple):
 
 
 def read_run(folder: str) -> Run:
-    metrics, config = (Path(folder).expanduser() / name for name in ("metrics.jsonl", "config.py"))
+    metrics = Path(folder).expanduser() / "metrics.jsonl"
+    config = metrics.with_name("config.py")
     require(metrics.is_file(), f"{folder} has no metrics.jsonl; give the out_dir of a run of train.py")
     settings = read_file(str(config)) if config.is_file() else []
     starts = ("init_from", "scratch"), ("init_from", "resume")  # a run that was resumed is still the same run

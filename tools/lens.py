@@ -27,6 +27,7 @@ from engine.checkpoint import weights
 from engine.device import resolve_device
 from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
+from flags import Flags
 from tools.curves import GREY, MATPLOTLIB, require_matplotlib, save
 from tools.heads import contextual_mlp, reader_of, visible
 
@@ -39,7 +40,7 @@ BARS = {  # field of a unit -> label, colour and number of ticks; the colours ar
 
 
 @dataclass
-class LensConfig:
+class LensConfig(Flags):
     """The flags of lens.py. ValueError names the flag, its value and the remedy."""
 
     # --- lens
@@ -49,14 +50,14 @@ class LensConfig:
     layer: int = 0  # the layer of the head, counted from 0
     reader: str = ""  # attn, mlp, slots, attn2 or another one of the layer; empty = the first of the context
     head: int = 0  # the head, counted from 0
-    position: int = -1  # the token that is the query, counted from 0; -1 = the last one
-    units: int = 24  # the most units shown: those of the largest activations
+    position: int = -1  # [any] the token that is the query, counted from 0; -1 = the last one
+    units: int = 24  # [>0] [<1000] the most units shown: those of the largest activations
     out: str = ""  # picture to write, FILE.png or FILE.svg; empty = text only
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.start, "--start is missing; give a text, such as --start='class Reader:'")
-        require(0 < self.units < 1000, f"units={self.units} must be at least 1 and below 1000")
         require(not self.out or Path(self.out).suffix in (".png", ".svg"), f"out={self.out} must end in .png or .svg")
 
 

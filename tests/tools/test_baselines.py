@@ -149,7 +149,7 @@ def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--steps=29"], ["steps=29"]), (["--seeds=0"], ["seeds=0", "at least 1"]),
+        (["--steps=29"], ["steps=29"]), (["--seeds=0"], ["seeds=0", "must be >0"]),
         (["--common=--n_head=5"], ["common=--n_head=5"]), (["--common=--muon_lr=0.1"], ["muon_lr; leave it out"]),
     ],
 )  # fmt: skip

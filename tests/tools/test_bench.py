@@ -54,7 +54,7 @@ def refused(capfd):
         (["--against=."], ["nothing to train", "--max_iters"]),
         (["--against=bench.py", "x"], ["against=bench.py", "train.py"]),
         (["--run='", "x"], ["--run='", "quotation"]),
-        (["--rounds=0", "x"], ["rounds=0", "at least 1"]),
+        (["--rounds=0", "x"], ["rounds=0", "must be >0"]),
         (["x", "--log_interval=5"], ["--log_interval=5", "tools.bench sets"]),
         (["--config=4L"], ["config=4L", "4L/128/T64/B12", "make-train"]),
         (["--config=make-train", "--max_iters=9"], ["config=make-train", "leave one out"]),

@@ -92,7 +92,7 @@ def fake(tmp_path, tiny_data, monkeypatch):
     "flags,words",
     [
         (["--seeds=2"], ["--run", "config/train_pycode.py"]),
-        (["--run=", "--seeds=21"], ["seeds=21", "at most 20"]),
+        (["--run=", "--seeds=21"], ["seeds=21", "must be <=20"]),
         (["--run=", "--sweep=learning_rate=1e-3,1e-3"], ["two or more"]),
         (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),

@@ -17,9 +17,10 @@ from data.errors import require
 from data.files import read_json, write_file
 from data.lock import locked
 from engine.device import device_name, resolve_device
+from flags import Flags
 from tools.child import Child, measure
 from tools.compare.run import Run
-from tools.compare.table import HEADER, MOST_SEEDS, aligned, cells, error_notes, sweep_notes
+from tools.compare.table import HEADER, aligned, cells, error_notes, sweep_notes
 
 HERE = Path(__file__).resolve().parents[2]
 CODE = [HERE / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
@@ -28,26 +29,24 @@ TIMED_LINES = 8  # of --match=seconds: lines "iter N:", one per 10 steps
 
 
 @dataclass
-class CompareConfig:
+class CompareConfig(Flags):
     """The flags of tools.compare. ValueError names the flag, its value and the remedy."""
 
     # --- compare
     run: str = ""  # arguments of train.py; repeat the flag, and all runs are compared with the first
     common: str = ""  # arguments of every run, such as --device=cpu; flags in --run win, config files do not
-    seeds: int = 1  # number of trainings of each run, with --seed=1, 2, ...
+    seeds: int = 1  # [>0] [<=20] number of trainings of each run, with --seed=1, 2, ...
     sweep: str = ""  # a flag and its values, such as learning_rate=1e-3,2e-3,4e-3; each run gets its best one
     match: Literal[  # the cost that all runs have in common
         "tokens", "flops", "seconds", "parameters", "parameters,flops", "parameters,seconds"
     ] = "tokens"
     eval_iters: int = 0  # batches of the evaluation at the end of each training, 0 = the whole validation set
-    jobs: int = 1  # trainings at the same time; they share the threads
+    jobs: int = 1  # [>0] trainings at the same time; they share the threads
     out: str = "out/compare"  # folder of the trainings and the table
 
     def __post_init__(self):
         """Set `swept`, the flag of the sweep or "", and `settings`, such as learning_rate=1e-3; "" without it."""
-        for name, least, most in (("seeds", 1, MOST_SEEDS), ("jobs", 1, 1000), ("eval_iters", 0, 2**31 - 1)):
-            value = getattr(self, name)
-            require(least <= value <= most, f"{name}={value} must be at least {least} and at most {most}")
+        super().__post_init__()
         require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
         self.swept, _, values = self.sweep.partition("=")
         self.settings = [""]
@@ -62,7 +61,8 @@ class Comparison:
     """All runs, each with its settings of the sweep, and their trainings in order."""
 
     def __init__(self, options: CompareConfig, texts: list[str]):
-        self.options, self.folder = options, Path(options.out).expanduser()
+        self.options = options
+        self.folder = Path(options.out).expanduser()
         self.candidates = [[Run(n, text, s, options) for s in options.settings] for n, text in enumerate(texts, 1)]
         self.firsts = [settings[0] for settings in self.candidates]  # each run with the first setting of the sweep
         self.running: set[Child] = set()
@@ -88,7 +88,8 @@ class Comparison:
 
     def match(self):
         """Adapt the other runs to the first."""
-        runs, kind = self.firsts, self.options.match.split(",")
+        runs = self.firsts
+        kind = self.options.match.split(",")
         if "parameters" in kind:
             for run in runs[1:]:
                 run.match_parameters(runs[0].costs.parameters)
@@ -111,9 +112,12 @@ class Comparison:
 
     def time_steps(self) -> list[float]:
         """The milliseconds per step of each run: the faster of two timings, as other programs only slow a run down."""
-        lines = [["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"] for run in self.firsts]
-        rounds = [[measure(HERE, line, lines=TIMED_LINES, cwd=Path.cwd()) for line in lines] for _ in range(2)]
-        return [min(times) for times in zip(*rounds, strict=True)]
+        rounds = []
+        for run in self.firsts * 2:
+            line = ["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"]
+            rounds.append(measure(HERE, line, lines=TIMED_LINES, cwd=Path.cwd()))
+        half = len(self.firsts)
+        return [min(times) for times in zip(rounds[:half], rounds[half:], strict=True)]
 
     def stages(self) -> Iterator[list[tuple[Run, int]]]:
         """Yields the trainings that are left to do and can be made together, as (run, seed). Those with seed 1 come
@@ -143,8 +147,7 @@ class Comparison:
         run, seed = training
         with Child([sys.executable, str(HERE / "train.py"), *run.arguments(seed)], Path.cwd()) as child:
             self.running.add(child)
-            for _ in child.lines:  # until it ends
-                pass
+            child.lines.read()  # until it ends
             self.running.remove(child)
             return child.failure()
 
