@@ -308,7 +308,7 @@ def owners_of(model: nn.Module, hidden: dict, sharded: ShardedModel, dtype: torc
     matrices = {}
     for name, p in model.named_parameters():
         if p in hidden:
-            matrices[p] = Matrix(sharded.shapes[name], hidden[p], sharded.shares[name])
+            matrices[p] = Matrix(sharded.shapes[name], sharded.shares[name])
     return Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
 
 

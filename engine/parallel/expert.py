@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from engine.parallel.tensor import keep_slice
 from model import ExpertLinear, Experts
 from ops import by_expert, has_values
 
@@ -60,8 +61,6 @@ def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool 
     Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks, or on one that
     tensor parallelism has cut.
     """
-    n = dist.get_world_size(group)
-    rank = dist.get_rank(group)
     cut = set()
     for path, module in model.named_modules():
         if isinstance(module, Experts):
@@ -69,9 +68,9 @@ def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool 
             if compiled:
                 module.read = torch.compiler.disable(module.read, reason="rows differ in number")
         if isinstance(module, ExpertLinear):
-            for name, p in [*module.named_parameters()]:
-                setattr(module, name, nn.Parameter(p.detach().chunk(n)[rank].clone()))
-                cut.add(f"{path}.{name}")
+            cut |= {f"{path}.{name}" for name, _ in module.named_parameters()}
+    for name in cut:
+        keep_slice(model, name, 0, dist.get_rank(group), dist.get_world_size(group))
     return cut
 
 

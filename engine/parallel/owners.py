@@ -1,11 +1,11 @@
 """Owners of matrices: which rank orthogonalises the update of which matrix for Muon, and how its parts get there.
 
-owners = Owners({p: Matrix(shape, fused, cuts), ...}, group, dtype)
+owners = Owners({p: Matrix(shape, cuts), ...}, group, dtype)
 owners.on_full({p: update, ...}, change)    # change(full updates of the matrices that this rank owns), in place
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -15,36 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from model import Fused
-
 Cuts = tuple[tuple[int, int | None], ...]  # see Matrix
 
 
 class Matrix(NamedTuple):
-    """A weight of the full model.
+    """A weight of the full model, or several of one shape, as those of experts.
 
-    fused   its logical matrices, see model.Linear
     cuts    how a grid of ranks shares it: (number of ranks, the dimension that they cut, or None if they have copies)
     """
 
     shape: tuple[int, ...]
-    fused: Fused | None
-    cuts: Cuts = ()
+    cuts: Cuts
 
     @property
-    def logical(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each logical matrix."""
-        *experts, rows, columns = self.shape
-        each = [(rows, columns)]
-        if self.fused:
-            dim, groups, sizes = self.fused
-            each = [(groups * n, columns) if dim == 0 else (rows, groups * n) for n in sizes]
-        return each * math.prod(experts)
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of the matrix products of `orthogonalize`."""
-        return sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in self.logical)
+    def work(self) -> int:
+        """What an orthogonalisation costs: FLOPs, up to a factor that is much the same for all matrices."""
+        return math.prod(self.shape) * min(self.shape[-2:])
 
 
 class Part(NamedTuple):
@@ -85,9 +71,9 @@ def part_of(cuts: Cuts, rank: int) -> tuple[int, ...]:
 
 
 @cache
-def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
-    """(the part of the matrix that a rank holds, its size, the number of the copy to which it belongs). The grid's last
-    dimension cuts first, as torch.chunk does."""
+def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int]:
+    """(the part of the matrix that a rank holds, the number of the copy to which it belongs). The grid's last dimension
+    cuts first, as torch.chunk does."""
     part = [range(n) for n in matrix.shape]
     copy = 0
     for n, dim in reversed(matrix.cuts):
@@ -97,53 +83,52 @@ def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int, int]:
         else:
             each = -(-len(part[dim]) // n)
             part[dim] = part[dim][i * each : (i + 1) * each]
-    return tuple(slice(p.start, p.stop) for p in part), math.prod(map(len, part)), copy
+    return tuple(slice(p.start, p.stop) for p in part), copy
 
 
 class Owners:
-    """Gives each matrix an owner among the ranks that share it, and sends its updates there and back in `dtype`.
+    """Gives each matrix an owner among the ranks of the group, which share it, and sends its updates there and back in
+    `dtype`.
 
-    Each matrix, the largest first, goes to the rank that has the fewest FLOPs so far. If ranks hold copies of a part,
+    Each matrix, the largest first, goes to the rank that has the least work so far. If ranks hold copies of a part,
     the rank that belongs to the same copy of the matrix as the owner sends it.
     """
 
-    def __init__(self, matrices: dict[Hashable, Matrix], group: ProcessGroup | None, dtype: torch.dtype):
+    def __init__(self, matrices: dict[Hashable, Matrix], group: ProcessGroup, dtype: torch.dtype):
         self.matrices = matrices
         self.group = group
         self.dtype = dtype
         self.owner: dict[Hashable, int] = {}
-        self.ranks = range(math.prod(n for n, _ in next(iter(matrices.values())).cuts))
+        self.ranks = range(dist.get_world_size(group))
         loads = [0] * len(self.ranks)
-        for key, matrix in sorted(matrices.items(), key=lambda item: -item[1].flops):
+        for key, matrix in sorted(matrices.items(), key=lambda item: -item[1].work):
             self.owner[key] = rank = loads.index(min(loads))
-            loads[rank] += matrix.flops
+            loads[rank] += matrix.work
 
     def sends(self, key: Hashable, rank: int) -> bool:
         """Whether this rank is one of those that send their parts of an update to the matrix's owner."""
-        return place(self.matrices[key], rank)[2] == place(self.matrices[key], self.owner[key])[2]
+        matrix = self.matrices[key]
+        return place(matrix, rank)[1] == place(matrix, self.owner[key])[1]
 
     def on_full(self, updates: dict, change: Callable[[dict], None]):
         """Replace this rank's parts of the updates by those of the full updates, after `change` has changed each in
         place on its owner."""
         me = dist.get_rank(self.group)
+        keys = [[key for key in updates if self.owner[key] == rank] for rank in self.ranks]  # of each owner
         like = next(iter(updates.values()))
-        full = {}
-        for key in updates:
-            if self.owner[key] == me:
-                full[key] = like.new_empty(self.matrices[key].shape, dtype=self.dtype)
-        mine = [[key for key in updates if self.owner[key] == rank] for rank in self.ranks]
-        sent = [[updates[key] for key in keys if self.sends(key, me)] for keys in mine]
-        room = [[self.part(full, key, rank) for key in full if self.sends(key, rank)] for rank in self.ranks]
+        full = {key: like.new_empty(self.matrices[key].shape, dtype=self.dtype) for key in keys[me]}
+        parts = [{key: self.part(full, key, rank) for key in full} for rank in self.ranks]
+        sent = [[updates[key] for key in each if self.sends(key, me)] for each in keys]
+        room = [[x for key, x in each.items() if self.sends(key, rank)] for rank, each in enumerate(parts)]
         self.exchange(like, sent, room)
         change(full)
-        parts = [[self.part(full, key, rank) for key in full] for rank in self.ranks]
-        self.exchange(like, parts, [[updates[key] for key in keys] for keys in mine])
+        self.exchange(like, [each.values() for each in parts], [[updates[key] for key in each] for each in keys])
 
     def part(self, full: dict, key: Hashable, rank: int) -> Tensor:
         """The part of a full update that a rank holds."""
         return full[key][place(self.matrices[key], rank)[0]]
 
-    def exchange(self, like: Tensor, out: list[list[Tensor]], into: list[list[Tensor]]):
+    def exchange(self, like: Tensor, out: list[Collection[Tensor]], into: list[Collection[Tensor]]):
         """Send tensors to each rank, and receive others from each rank."""
         sizes = [[sum(x.numel() for x in tensors) for tensors in each] for each in (into, out)]
         sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for x in chain(*out))])

@@ -172,7 +172,7 @@ class ShardedModel:
         if x.dim() == 0:
             return Part(mine, (), ())
         shape = self.shapes[name]
-        slices, _, _ = place(Matrix(shape, None, self.shares[name]), self.ranks.rank)
+        slices, _ = place(Matrix(shape, self.shares[name]), self.ranks.rank)
         return Part(mine, tuple(each.start for each in slices), shape)
 
     @torch.no_grad()

@@ -31,8 +31,8 @@ from model import ExpertLinear, GroupedLinear, Linear, heads_of, hidden_units, s
 from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
-SHARDED_DIM = dict.fromkeys(("second", "router", "before", "after", "last", "whole"))
-SHARDED_DIM |= {"vocab": 0, "into": 0, "memory": 0, "per_head": 0, "out": 1}
+WHOLE = ("second", "router", "before", "after", "last", "whole")
+SHARDED_DIM = {"vocab": 0, "into": 0, "memory": 0, "per_head": 0, "out": 1} | dict.fromkeys(WHOLE)
 
 
 def sharded_dim(model: nn.Module, name: str) -> int | None:
@@ -46,8 +46,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     if role not in SHARDED_DIM:
         raise ValueError(
             f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
-            f"declare one of the roles {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md), or write a "
-            "learned scalar as Gain(0.5)"
+            f"declare one of {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md), or use Gain"
         )
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
@@ -64,7 +63,7 @@ def check(cfg):
         if text % n or source % n:
             raise ValueError(
                 f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change "
-                "block_size, corrupt_ratio or span_length, from which they follow"
+                "block_size, corrupt_ratio or span_length"
             )
     T = cfg.block_size
     if T % n:
@@ -85,9 +84,6 @@ def check(cfg):
             units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_unit}"
             raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Collectives with gradients
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
@@ -125,10 +121,6 @@ class Exchange(torch.autograd.Function):
         dim, group, gather = ctx.options
         back = scattered(grad, dim, group) if gather else gathered(grad, dim, group)
         return back, None, None, None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters and hooks
 
 
 def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
@@ -174,17 +166,22 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
 
 
 def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: int):
-    """Replace the model's parameters by the rank-th of n slices, each along its dimension in cuts."""
+    """Replace the model's parameters by the rank-th of n slices, each along its dimension in cuts, if it has one."""
     for name, module in model.named_modules():
         fused = getattr(module, "fused", None)
         if fused and fused[1] % n and not isinstance(module, GroupedLinear):  # whose groups are cut
             raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
     for name, dim in cuts.items():
         if dim is not None:
-            layer, _, kind = name.rpartition(".")
-            module = model.get_submodule(layer)
-            setattr(module, kind, nn.Parameter(getattr(module, kind).detach().chunk(n, dim)[rank].clone()))
+            keep_slice(model, name, dim, rank, n)
     model.tie()
+
+
+def keep_slice(model: nn.Module, name: str, dim: int, rank: int, n: int):
+    """Replace a parameter by the rank-th of n slices along dim."""
+    layer, _, kind = name.rpartition(".")
+    mine = model.get_parameter(name).detach().chunk(n, dim)[rank]
+    setattr(model.get_submodule(layer), kind, nn.Parameter(mine.clone()))
 
 
 def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
@@ -218,13 +215,12 @@ def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtyp
 def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
-    head, cfg = model.head, model.cfg
-    chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(head.weight), x.device))
+    cfg = model.cfg
+    weight = model.head.weight
+    chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(weight), x.device))
     of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss)
     options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
-    x = x.flatten(0, 1)
-    total = ChunkedCrossEntropy.apply(x, head.weight, targets.flatten(), options)
-    return model.mean(total, targets)
+    return model.mean(ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), options), targets)
 
 
 def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
@@ -234,17 +230,23 @@ def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
     def chunk_loss(
         logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        first = dist.get_rank(group) * logits.size(1)
-        valid, here = (targets >= 0)[:, None], ((targets >= first) & (targets < first + logits.size(1)))[:, None]
-        index = (targets[:, None] - first).where(here, 0)
+        n = logits.size(1)
+        first = dist.get_rank(group) * n
+        valid = (targets >= 0)[:, None]
+        index = (targets - first)[:, None]
+        here = (index >= 0) & (index < n)
+        index = index.where(here, 0)
         z = capped(at_least_float32(logits), softcap)
-        slope = 1 - (z / softcap).square() if softcap > 0 and gradient else 1.0
+        slope = 1.0
+        if softcap > 0 and gradient:
+            slope = 1 - (z / softcap).square()
         own = max(0, vocab_size - first)  # columns that are no padding
         z[:, own:] = torch.finfo(z.dtype).min
-        largest, of_target = z.amax(-1, keepdim=True), z.gather(1, index) * here
-        normaliser, most = (z - largest).exp_().sum(-1, keepdim=True), largest.clone()
+        largest = z.amax(-1, keepdim=True)
+        normaliser = (z - largest).exp_().sum(-1, keepdim=True)
+        most = largest.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        sums = torch.cat((normaliser * (largest - most).exp(), of_target), dim=1)
+        sums = torch.cat((normaliser * (largest - most).exp(), z.gather(1, index) * here), dim=1)
         dist.all_reduce(sums, group=group)
         normaliser, of_target = sums.split(1, dim=1)
         log_normaliser = most + normaliser.log()
@@ -255,7 +257,7 @@ def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
         if z_loss:
             p = p.mul_(1 + 2 * z_loss * log_normaliser)
         if torch.compiler.is_compiling():  # see ops.chunk_loss
-            p = p - ((torch.arange(z.size(1), device=z.device) == index) & here).to(p.dtype)
+            p = p - ((torch.arange(n, device=z.device) == index) & here).to(p.dtype)
         else:
             p.scatter_add_(1, index, -here.to(p.dtype))
         return total, p.mul_(valid * slope).to(logits.dtype)

@@ -86,7 +86,7 @@ class Rank:
         self.gathered = Counter()  # numbers in all shards, by block; "" has what is in none
         self.state = 0  # bytes of the optimizer's state
         self.owned = 0.0  # numbers that Muon orthogonalises here,
-        self.muon_flops = 0.0  # and the FLOPs for it, see Matrix.flops
+        self.muon_flops = 0.0  # and the FLOPs for it
         for name, p in model.named_parameters():
             if name.startswith(elsewhere):
                 continue
