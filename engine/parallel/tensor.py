@@ -46,7 +46,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     if role not in SHARDED_DIM:
         raise ValueError(
             f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
-            f"declare one of {', '.join(SHARDED_DIM)}, or name it in per_head (docs/hacking.md), or use Gain"
+            f"declare one of {', '.join(SHARDED_DIM)}, name it in per_head, or write a learned scalar as Gain(0.5)"
         )
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
