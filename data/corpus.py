@@ -4,7 +4,7 @@
 
 Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Results are
 written in the order of the documents, so neither the number of threads nor a restart changes a shard. Memory holds some
-pieces of about 1 MB, and a document without spaces and lines, which cannot be cut, in up to 20 times its size.
+jobs of about 1 MB, and a longer document in up to 30 times its size.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,12 +31,12 @@ from data.files import SPLITS
 from data.hashing import hash64
 from data.lock import locked
 from data.pairs import Parts, encode
-from data.sources import RECORDS, Source, find_files, reason
+from data.sources import RECORDS, Document, Source, find_files, reason
 from data.tokenizer import build
 from data.writer import ShardWriter
 
-JOB_CHARACTERS = 1_000_000  # most characters of a job; a longer document is cut into pieces
-JOB_PIECES = 4096  # most pieces of a job
+JOB_CHARACTERS = 1_000_000  # of a job or more, and of a piece of a longer document
+JOB_DOCUMENTS = 4096  # most documents of a job
 SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
 
 
@@ -59,63 +58,38 @@ def cut(text: str, length: int) -> Iterator[str]:
     yield text[start:]
 
 
-@dataclass
-class Piece:
-    """A document, such as a pair, or a part of a long text. A list of them is a job, which a thread encodes at once."""
-
-    text: str | Parts
-    begins: bool  # its document
-    ends: bool
-    number: int  # of the document, over all files
-    file: int
-    row: int  # of the document in its file
-    position: int  # bytes of the input that are read behind the document
-
-
-def make_jobs(documents: Iterable[tuple[str | Parts, int, int, int]], number: int) -> Iterator[list[Piece]]:
-    """Groups (text, file, row, position) of documents, of which `number` is the first one's, into jobs. Empty documents
-    are counted, but are in no job."""
-    job = []
-    size = 0  # characters
-    for text, *place in documents:
-        parts = [text]  # a pair is never cut
-        if isinstance(text, str):
-            parts = cut(text, JOB_CHARACTERS) if text else []
-        done = 0
-        for part in parts:
-            begins = done == 0
-            done += len(part)
-            job.append(Piece(part, begins, done == len(text), number, *place))
-            size += len(together(part))
-            if size >= JOB_CHARACTERS or len(job) == JOB_PIECES:
-                yield job
-                job = []
-                size = 0
-        number += 1
-    if job:
-        yield job
-
-
 def together(text: str | Parts) -> str:
     """The text of a document, or those of a pair's parts joined."""
     return text if isinstance(text, str) else "".join(part for part, _ in text)
 
 
+def make_jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Groups documents into jobs, each of which a thread encodes at once. Empty documents are in no job."""
+    job = []
+    size = 0  # characters
+    for document in documents:
+        if document.text:
+            job.append(document)
+            size += len(together(document.text))
+        if size >= JOB_CHARACTERS or len(job) == JOB_DOCUMENTS:
+            yield job
+            job = []
+            size = 0
+    if job:
+        yield job
+
+
 def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[tuple]:
     """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
-    pool = ThreadPoolExecutor(threads)
-    try:
+    with ThreadPoolExecutor(threads) as pool:
         for job in jobs:
+            waiting.append((job, pool.submit(function, job)))
             if len(waiting) == threads + 2:
                 before, result = waiting.popleft()
                 yield before, result.result()
-            waiting.append((job, pool.submit(function, job)))
-        while waiting:
-            before, result = waiting.popleft()
+        for before, result in waiting:
             yield before, result.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def progress_bar(total: int | None, done: int = 0) -> tqdm:
@@ -128,10 +102,10 @@ def progress_bar(total: int | None, done: int = 0) -> tqdm:
 
 def read_texts(source: Source) -> Iterator[str]:
     """Yields the text of each document, for a tokenizer that is built from the texts."""
-    with progress_bar(source.total) as progress:
-        for text, _, _, position in source.read():
-            progress.update(position - progress.n)
-            yield together(text)
+    with progress_bar(sum(source.sizes)) as progress:
+        for document in source.read():
+            progress.update(document.position - progress.n)
+            yield together(document.text)
 
 
 @dataclass
@@ -149,33 +123,36 @@ class Corpus:
         self.specials = 0  # documents that hold this text
         self.hashes = {split: array("q") for split in SPLITS}  # of the documents, from which equal ones are known
 
-    def encode(self, job: list[Piece]) -> dict[str, tuple[np.ndarray, int]]:
-        """{split: (tokens, number of documents that begin in the job)}"""
+    def encode(self, job: list[Document]) -> dict[str, tuple[np.ndarray, int]]:
+        """{split: (tokens, number of documents)}"""
         parts: dict[str, list] = {split: [] for split in SPLITS}  # in this order in meta.json
-        begun = dict.fromkeys(SPLITS, 0)
-        for piece, split in zip(job, self.splits(job), strict=True):
-            begun[split] += piece.begins
+        for document, split in zip(job, self.splits(job), strict=True):
             try:
-                if isinstance(piece.text, str):
-                    parts[split].append(self.ids(piece))
+                if isinstance(document.text, str):
+                    parts[split].append(self.ids(document.text))
                 else:
-                    ids, marks = encode(self.out.tokenizer, piece.text)
+                    ids, marks = encode(self.out.tokenizer, document.text)
                     parts[split].append(ids)
                     parts.setdefault(split + MASK, []).append(marks)
             except ValueError as e:  # for example a million blanks in a row with gpt2
-                where = f"{self.source.files[piece.file]}, document {piece.row}"
+                where = f"{self.source.files[document.file]}, document {document.row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-        return {split: (np.concatenate(p), begun.get(split, 0)) for split, p in parts.items() if p}
+        found = {}
+        for split, arrays in parts.items():
+            documents = len(arrays) if split in SPLITS else 0  # those of a mask are counted already
+            if arrays:
+                found[split] = np.concatenate(arrays), documents
+        return found
 
-    def ids(self, piece: Piece) -> np.ndarray:
-        """The ids of a piece of text, with end-of-text behind the last one of a document."""
+    def ids(self, text: str) -> np.ndarray:
+        """The ids of a text and of the end-of-text behind it. It is cut because some libraries need much memory."""
         tokenizer = self.out.tokenizer
-        ids = tokenizer.encode(piece.text) if piece.begins else tokenizer.encode_rest(piece.text)
-        return np.append(ids, tokenizer.end) if piece.ends else ids
+        first, *rest = cut(text, JOB_CHARACTERS)
+        return np.concatenate([tokenizer.encode(first), *map(tokenizer.encode_rest, rest), tokenizer.end])
 
-    def splits(self, job: list[Piece]) -> list[str]:
-        """The split of each piece's document."""
-        numbers = np.array([piece.number for piece in job], dtype=np.uint64)
+    def splits(self, job: list[Document]) -> list[str]:
+        """The split of each document."""
+        numbers = np.array([document.number for document in job], dtype=np.uint64)
         validates = uniform(numbers) < self.val_fraction
         if self.source.val_fraction:  # a single text is cut into document 0, which validates, and document 1
             validates = numbers == 0
@@ -190,22 +167,19 @@ class Corpus:
         file, row, number = self.out.place or (0, 0, 0)
         if number:
             say(f"continues after {number:,} documents, {self.tokens('train'):,} tokens to train on")
-        jobs = make_jobs(self.source.read(file, row), number)
-        total = None if self.limit else self.source.total  # how much a limit leaves out is not known
-        with (
-            progress_bar(total, sum(self.source.sizes[:file])) as progress,
-            closing(map_in_order(self.encode, jobs, self.threads)) as results,
-        ):
-            for job, encoded in results:
+        jobs = make_jobs(self.source.read(file, row, number))
+        total = None if self.limit else sum(self.source.sizes)  # how much a limit leaves out is not known
+        with progress_bar(total, sum(self.source.sizes[:file])) as progress:
+            for job, encoded in map_in_order(self.encode, jobs, self.threads):
                 trained, _ = encoded.get("train", ([], 0))
                 if self.limit and self.tokens("train") + len(trained) >= self.limit:
                     self.write_up_to_limit(job)
                     break
-                for split, (tokens, begun) in encoded.items():
-                    self.out.add(split, tokens, begun)
+                for split, (tokens, documents) in encoded.items():
+                    self.out.add(split, tokens, documents)
                 self.note(job)
                 last = job[-1]
-                if self.out.unsaved and last.ends:
+                if self.out.unsaved:
                     self.out.save((last.file, last.row, last.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(last.position - progress.n)
@@ -215,29 +189,28 @@ class Corpus:
             remedy = "add text, cut it into more documents, or pass another --val_fraction"
             require(self.tokens(split) >= 2, f"{fact}; {remedy}")
 
-    def note(self, job: list[Piece]) -> None:
+    def note(self, job: list[Document]) -> None:
         """Notes what is said of the documents in the end."""
-        for piece, split in zip(job, self.splits(job), strict=True):
-            text = together(piece.text)
+        for document, split in zip(job, self.splits(job), strict=True):
+            text = together(document.text)
             self.specials += self.special in text
-            if piece.begins:
-                self.hashes[split].append(hash(text))
+            self.hashes[split].append(hash(text))
 
     def say_what_was_noted(self) -> None:
         if self.specials:
-            fact = f"{self.specials:,} pieces of the text hold {self.special}, which is ordinary text in them"
+            fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
             say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
         train, val = (np.frombuffer(self.hashes[split], np.int64) for split in SPLITS)
         equal = np.isin(val, train).sum()
         if equal and not self.out.place:  # otherwise those before an interruption are not known
             say(f"note: {equal:,} of {len(val):,} validation documents are training documents too")
 
-    def write_up_to_limit(self, job: list[Piece]) -> None:
-        """Writes the pieces of the job in which the limit is reached, up to the limit."""
-        for piece in job:
-            for split, (tokens, begun) in self.encode([piece]).items():
+    def write_up_to_limit(self, job: list[Document]) -> None:
+        """Writes the documents of the job in which the limit is reached, up to the limit."""
+        for document in job:
+            for split, (tokens, documents) in self.encode([document]).items():
                 room = self.limit - self.tokens("train") if split == "train" else len(tokens)
-                self.out.add(split, tokens[:room], begun)
+                self.out.add(split, tokens[:room], documents)
             if self.tokens("train") == self.limit:
                 return
 
@@ -255,14 +228,17 @@ def prepare(args: argparse.Namespace, files: list[str]) -> None:
     with locked(folder, "out"):
         pass  # before the work it is known whether the folder can be written
     source = Source(files, args.documents, args.separator, args.field, pairs)
+    end = "\n\n" if args.documents == "paragraph" else "\n"
     if single:
         source.val_fraction = val_fraction
-    if args.tokenizer == "char":  # which is built from the separated texts
-        source.separated = not single and not pairs
+        end = ""
+    if args.tokenizer == "char" and not pairs:  # it is built from the texts with their ends
+        source.end = end
     tokenizer = build(args.tokenizer, partial(read_texts, source))
-    endless = f"needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
-    require(not pairs or tokenizer.eot is not None, f"pairs={args.pairs} {endless}")
-    source.separated = not single and tokenizer.eot is None
+    if tokenizer.eot is None:
+        endless = f"needs an end-of-text behind each target, and tokenizer={args.tokenizer} has none; pass byte"
+        require(not pairs, f"pairs={args.pairs} {endless}")
+        source.end = end
     tokenizer.encode("")  # loads gpt2's merges, and fails before anything is written
     names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "threads")}
@@ -276,13 +252,14 @@ def check_flags(
     args: argparse.Namespace, val_fraction: float, pairs: tuple[str, ...], files: list[str], plain: list[str]
 ) -> None:
     """ValueError for a flag that is not possible or has no effect; `plain` are the files that hold no records."""
-    for name, value, most in (("threads", args.threads, 1024), ("shard_tokens", args.shard_tokens, 2**31 - 1)):
-        require(1 <= value <= most, f"{name}={value} is not possible; pass a number from 1 to {most}")
+    for name, least in (("threads", 1), ("shard_tokens", 1), ("shards", 0)):
+        value = getattr(args, name)
+        require(least <= value < 2**31, f"{name}={value} is not possible; pass a number from {least} to {2**31 - 1}")
     require(0 < val_fraction < 1, f"val_fraction={val_fraction} is not possible; pass a number between 0 and 1")
-    require(args.shards >= 0, f"shards={args.shards} is not possible; pass 0 for all, or the shards to train on")
     need = "pass SOURCE,TARGET, or the one field of a chat, of .jsonl or .parquet alone"
     possible = len(pairs) < 3 and all(pairs) and not (pairs and plain)
     require(possible, f"pairs={args.pairs} is not possible for {files[0]}; {need}")
+    require(not (pairs and args.shards), f"shards={args.shards} would cut a pair; leave shards or pairs out")
     used = args.field == "text" or len(plain) < len(files) and not pairs
     require(used, f"field={args.field} has no effect on texts and pairs; leave it out")
     used = not args.separator or plain and args.documents == "file"

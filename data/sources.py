@@ -1,7 +1,7 @@
 """Reads documents one at a time from files of any size, on this machine or on the Hugging Face hub.
 
     source = Source(find_files(["books/*.txt", "web", "hf:OWNER/NAME"]))
-    for text, file, row, position in source.read(): ...
+    for document in source.read(): ...
 
 .jsonl, .ndjson, .json, .parquet    a document is the text in one field of a line or row, or a pair, see pairs.py
 every other name                    UTF-8 text; a document is the file, a line, a paragraph, or ends at a separator
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from data.errors import require, say
 from data.files import decoded, open_regular
@@ -29,9 +30,11 @@ RECORDS = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$|\.parquet$", re.IGNOR
 IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson)(\.gz|\.zst)?$|\.parquet$", re.IGNORECASE)  # names that a folder gives
 LARGEST = 32_000_000  # bytes of one document
 BLOCK = 2**20  # bytes to read at once
-CUT = "cut the text, for example with --documents=paragraph or --documents=line"
+BATCH = 64  # rows of a table to read at once
 ONE_A_LINE = "correct it, remove it, or write one object a line, as jq -c '.[]' does of a list"
 ADDRESS = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
+LINE_END = re.compile(rb"\n")
+BLANK_LINES = re.compile(rb"(?:\A|\n)\s*\n")
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
@@ -83,6 +86,16 @@ def walk(folder: str, left_out: Counter) -> Iterator[str]:
                 left_out["of other kinds"] += 1
 
 
+class Document(NamedTuple):
+    """A text, or a pair, and its place in the source."""
+
+    text: str | Parts
+    number: int  # over all files, from 0
+    file: int
+    row: int  # in its file, from 1
+    position: int  # bytes of the input that are read behind it
+
+
 @dataclass
 class Source:
     """The documents of `files`, which are paths or hf:// addresses."""
@@ -92,23 +105,22 @@ class Source:
     separator: str = ""  # the text between the documents of a text, instead of `documents`
     column: str = "text"  # field of records with the text
     pairs: tuple[str, ...] = ()  # instead of column: the fields of a source and its target, or the one of a chat
-    separated: bool = False  # ends each document with a line end, a paragraph with a blank line
     val_fraction: float = 0  # above 0: cuts a single text into two documents, the last part first (`cut_in_two`)
+    end: str = ""  # is added to each text that does not end with it
 
     def __post_init__(self):
         self.columns = self.pairs or (self.column,)
         self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
-        self.total = max(sum(self.sizes), 1)
 
-    def read(self, file: int = 0, row: int = 0) -> Iterator[tuple[str | Parts, int, int, int]]:
-        """Yields (text, i, r, bytes read so far) of each document; read(i, r) continues after it."""
-        end = "\n\n" if self.documents == "paragraph" else "\n"
+    def read(self, file: int = 0, row: int = 0, number: int = 0) -> Iterator[Document]:
+        """Yields all documents, or those behind a row of a file, the first of which has the number."""
         before = sum(self.sizes[:file])
         for i, name in enumerate(self.files[file:], file):
             for r, (text, position) in enumerate(islice(self._read_file(name), row, None), row + 1):
-                if self.separated and text and not text.endswith(end):
-                    text += end
-                yield text, i, r, before + position
+                if self.end and text and not text.endswith(self.end):
+                    text += self.end
+                yield Document(text, number, i, r, before + position)
+                number += 1
             before += self.sizes[i]
             row = 0
 
@@ -135,40 +147,36 @@ class Source:
             raise ValueError(f"{name} cannot be read ({reason(e)}); try again, replace it, or leave it out") from e
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
-        checked = False
-        for offset, content in self._parts(f):
-            text = _decode(name, offset, content)
-            if not checked and _is_record(text.lstrip().partition("\n")[0]):
+        for number, (offset, content) in enumerate(self._parts(f)):
+            text = _decode(name, content, offset)
+            if number == 0 and _is_record(text.lstrip().partition("\n")[0]):
                 fact = f"{name} holds JSON objects, and its name says text"
                 raise ValueError(f"{fact}; name it .jsonl, and pass --field of the text")
-            checked = True
-            if self.separator:
-                yield text.strip("\r\n")
-            elif self.documents != "file":
-                yield text.removesuffix("\n").removesuffix("\r")
-            elif self.val_fraction:
+            if self.val_fraction:
                 yield from cut_in_two(text, self.val_fraction)
+            elif self.separator or self.documents != "file":
+                yield text.strip("\r\n")
             else:
                 yield text
 
     def _parts(self, f) -> Iterable[tuple[int, bytes]]:
         """(offset, content) of each document of a text. One that is longer than LARGEST may be cut."""
         if self.separator:
-            return _separated(f, self.separator.encode())
+            return _split(f, re.compile(re.escape(self.separator.encode())), self.separator.encode())
         if self.documents == "paragraph":
-            return _paragraphs(_lines(f))
+            return _split(f, BLANK_LINES, b"\n\n")
         if self.documents == "line":
-            return ((offset, line) for offset, line in _lines(f) if line.strip())
+            return _split(f, LINE_END, b"\n")
         return [(0, f.read(LARGEST + 1))]
 
     def _json_texts(self, name: str, f) -> Iterator[str | Parts]:
-        for number, (offset, line) in enumerate(_lines(f), 1):
+        for number, line in enumerate(iter(lambda: f.readline(LARGEST + 1), b""), 1):
             if not line.strip():
                 continue
             where = f"{name}:{number}"
-            text = _decode(where, offset, line, ONE_A_LINE)
+            require(len(line) <= LARGEST, f"{where} has more than {LARGEST // 10**6} MB; {ONE_A_LINE}")
             try:
-                record = json.loads(text)
+                record = json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{where} is not JSON ({reason(e)}); {ONE_A_LINE}") from None
             if not isinstance(record, dict):
@@ -181,12 +189,11 @@ class Source:
 
         table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
         self._check_columns(name, table.schema_arrow.names)
-        size = raw.seek(0, os.SEEK_END)
-        at_once = 1_000_000 * table.metadata.num_rows // size  # about 1 MB
-        batches = table.iter_batches(min(max(at_once, 1), 4096), columns=[*self.columns], use_threads=False)
-        records = (record for batch in batches for record in batch.to_pylist())
-        for row, record in enumerate(records, 1):
-            yield self._document(f"{name}, row {row}", record)
+        row = 0
+        for batch in table.iter_batches(BATCH, columns=[*self.columns], use_threads=False):
+            for record in batch.to_pylist():
+                row += 1
+                yield self._document(f"{name}, row {row}", record)
 
     def _check_columns(self, where: str, names: Iterable[str]) -> None:
         for column in self.columns:
@@ -237,52 +244,33 @@ def _decompressed(name: str, raw):
     return raw
 
 
-def _lines(f) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, line with its line end). A line longer than LARGEST comes in parts."""
-    offset = 0
-    while line := f.readline(LARGEST + 1):
-        yield offset, line
-        offset += len(line)
-
-
-def _paragraphs(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, paragraph). A paragraph that exceeds LARGEST ends with the line that exceeds it."""
-    part: list[bytes] = []
-    start = size = 0
-    for offset, line in lines:
-        if line.strip() and size <= LARGEST:
-            if not part:
-                start = offset
-            part.append(line)
-            size += len(line)
-        elif part:
-            yield start, b"".join(part)
-            part, size = [], 0
-    if part:
-        yield start, b"".join(part)
-
-
-def _separated(f, separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, part) of what stands between separators, but for blank parts."""
+def _split(f, end: re.Pattern, last: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, part) of what stands between matches of `end`, but for blank parts. `last`, which matches, ends
+    the file. A part that exceeds LARGEST comes incomplete, as the last one."""
     offset = 0
     rest = b""
-    while block := f.read(BLOCK):
-        *parts, rest = (rest + block).split(separator)
-        for part in parts:
+    more = True
+    while more:
+        block = f.read(BLOCK)
+        more = block and len(rest) <= LARGEST
+        rest += block or last
+        start = 0
+        for match in end.finditer(rest):
+            part = rest[start : match.start()]
             if part.strip():
-                yield offset, part
-            offset += len(part) + len(separator)
-        if len(rest) > LARGEST:
-            break
+                yield offset + start, part
+            start = match.end()
+        offset += start
+        rest = rest[start:]
     if rest.strip():
         yield offset, rest
 
 
-def _decode(where: str, offset: int, content: bytes, remedy: str = CUT) -> str:
+def _decode(where: str, content: bytes, offset: int) -> str:
     """The text of a document, which begins at this byte. ValueError if it is no text, or longer than LARGEST."""
     if len(content) > LARGEST and b"\0" not in content:
         fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-        raise ValueError(f"{fact}; {remedy}")
+        raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
     return decoded(where, content, offset)
 
 
@@ -312,13 +300,12 @@ def hub_files(address: str) -> list[str]:
         import datasets
 
         datasets.disable_progress_bars()
-        found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
+        return datasets.load_dataset_builder(name, config, revision=revision).config.data_files["train"]
     except ImportError as e:
         raise ValueError(f"{address} needs {e.name} to be read; pip install -e .[data]") from None
     except Exception as e:  # any type: name, configuration, format, access, network
         remedy = "check the name and the network, or pass --input= a folder with its .parquet or .jsonl files"
         raise ValueError(f"{address} cannot be read from the hub ({reason(e)}); {remedy}") from e
-    return sorted(found)
 
 
 def reason(e: BaseException) -> str:

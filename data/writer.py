@@ -6,6 +6,7 @@
 dataset.py describes the folder, files.py the format of a shard.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import numpy as np
 from data import files
 from data.command import next_command
 from data.dataset import MASK, MOVING
+from data.errors import require
 from data.files import HEADER_BYTES, SPLITS, check, display_path, fsync, write_file
 from data.lock import locked
 from data.tokenizer import Tokenizer
@@ -66,6 +68,7 @@ class ShardWriter:
     def _refuse_files_of_others(self) -> None:
         """ValueError if a file that would be deleted or replaced was not made by a preparation."""
         meta = self.folder / "meta.json"
+        check(not self.temporary.is_symlink(), self.temporary, "is a link", "delete it")
         content = files.read_file(meta, files.LARGEST_JSON) if meta.exists() else b""
         if b'"splits"' in content or content == _json(MOVING):
             return
@@ -79,7 +82,11 @@ class ShardWriter:
         kept = set()
         if self.settings is not None and path.exists():
             start_again = f"delete {display_path(self.temporary)} to start again"
-            saved = files.read_json(path)
+            try:
+                saved = files.read_json(path)
+                require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+                raise files.problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
             other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             fact = f"holds an unfinished preparation with another {', '.join(other)}"
             check(not other, self.temporary, fact, f"continue with its flags, or {start_again}")
@@ -110,7 +117,7 @@ class ShardWriter:
             f.flush()
             os.fsync(f.fileno())
         saved = {"settings": self.settings, "place": place, "splits": self.splits}
-        write_file(self.temporary / PROGRESS, _json(saved))
+        write_file(self.temporary / PROGRESS, _json(saved | {"sha256": hashlib.sha256(_json(saved)).hexdigest()}))
         fsync(self.temporary)
         self.unsaved = False
 

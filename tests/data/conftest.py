@@ -7,4 +7,4 @@ from data import corpus
 def small(monkeypatch):
     """Makes jobs so small that a few documents need many of them."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 60)
-    monkeypatch.setattr(corpus, "JOB_PIECES", 3)
+    monkeypatch.setattr(corpus, "JOB_DOCUMENTS", 3)

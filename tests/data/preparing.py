@@ -72,10 +72,3 @@ def error(call, *arguments, **keywords) -> str:
     message = str(e.value)
     assert "\n" not in message and "; " in message, message
     return message
-
-
-def failed(result: subprocess.CompletedProcess, *parts: str) -> None:
-    """Asserts that a command ended with exit code 2 and one line on stderr that has these parts."""
-    assert result.returncode == 2, result
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert all(part in result.stderr for part in parts), result.stderr

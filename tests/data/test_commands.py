@@ -153,6 +153,16 @@ def test_strange_meta_is_one_line(call, tmp_path, monkeypatch, text):
     assert len(error(lambda: dataset.open_data(tmp_path).split("train"))) < 700
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "splits": {}}'])
+def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some words of text\n" * 50)
+    Path("set/.preparing").mkdir(parents=True)
+    Path("set/.preparing/progress.json").write_bytes(content)
+    words = ["progress.json cannot be used (", "to start again"]
+    refused(call("text", "--input=a.txt", "--tokenizer=byte", "--out=./set"), *words)
+
+
 # ---------------------------------------------------------------------------------------------------------- what next
 
 

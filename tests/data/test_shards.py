@@ -417,7 +417,10 @@ def test_opening_does_not_read_a_prepared_shard(tmp_path):
 
 
 def test_files_of_others_stay(tmp_path, monkeypatch):
-    """What a preparation did not make is neither deleted nor replaced."""
+    """What a preparation did not make is neither deleted nor replaced nor followed."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine").write_text("mine")
     monkeypatch.setattr(ByteTokenizer, "file", "tokenizer.json")
     for name in ("train_000000.bin", "train_mask_000000.bin", "tokenizer.json"):
         folder = tmp_path / f"set {name}"
@@ -426,6 +429,14 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         (folder / "meta.json").write_text('{"vocab_size": 257}')  # of one who trains on them
         assert f"{name} is not of a data set that was prepared here; choose another --out" in error(prepare, folder)
         assert {*os.listdir(folder)} == {name, "meta.json"} and (folder / name).read_text() == "mine"
+    for name in (".preparing", ".lock"):
+        folder = tmp_path / name.strip(".")
+        folder.mkdir()
+        (folder / name).symlink_to(other if name == ".preparing" else other / "mine")
+        with pytest.raises((OSError, ValueError)):
+            prepare(folder)
+        assert os.listdir(folder) == [name] and os.listdir(other) == ["mine"]
+        assert (other / "mine").read_text() == "mine"
 
 
 def test_a_file_is_written_at_its_own_name_only(tmp_path):
