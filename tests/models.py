@@ -70,7 +70,7 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, do
     (B, S), slots (Hkv, M, D) each."""
     H, T, D = q.shape[1:]
     S = k.size(2)
-    distance = torch.tensor([[i + S - T - j for j in range(S)] for i in range(T)])
+    distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
     hidden = (distance.abs() >= (window or T + S)) | (causal & (distance < 0))
     if docs is not None:
         hidden = hidden | (docs[0][:, :, None] != docs[1][:, None, :])
