@@ -165,8 +165,8 @@ def test_older_checkpoints_lack_bias_and_dropout_and_hold_the_mask():
         ({"lm_head.weight": torch.zeros(11, 12)}, {}, ["lm_head.weight", "transformer.wte.weight"]),
         ({}, {"n_head": 5}, ["n_head=5", "n_embd=12"]),
         ({}, {"n_layer": 3}, ["transformer.h.2.ln_1.weight", "absent"]),
-        ({}, {"n_layer": True}, ["n_layer = True", "int"]),
-        ({}, {"n_embd": torch.zeros(2)}, ["n_embd = tensor"]),
+        ({}, {"n_layer": True}, ["n_layer=True", "int"]),
+        ({}, {"n_embd": torch.zeros(2)}, ["n_embd=tensor"]),
     ],
 )
 def test_refuses_by_name(change, args, words):

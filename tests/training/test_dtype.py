@@ -220,7 +220,7 @@ def test_an_operation_without_a_deterministic_kernel_is_named(tiny_data, tmp_pat
         raise RuntimeError("other")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     assert "CUBLAS_WORKSPACE_CONFIG=:0:0" in refused(train.main, argv, capsys)
-    assert "--deterministic=maybe" in refused(train.main, [*argv, "--deterministic=maybe"], capsys)
+    assert "deterministic=maybe" in refused(train.main, [*argv, "--deterministic=maybe"], capsys)
 
 
 @pytest.mark.parametrize("deterministic, said", [(False, "float32 (products in TF32)"), (True, "float32")])
