@@ -240,14 +240,8 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
     (["--learning_rate=1/0"], ["learning_rate='1/0' (command line)", "expected float"]),
     (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
     (["--muon_lr=0.1"], ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
-    (
-        ["--schedule=constant", "--min_lr=0.1"],
-        ["min_lr=0.1 (command line)", "schedule=constant", "change schedule"],
-    ),
-    (
-        ["--pos=alibi", "--objective=masked"],
-        ["pos=alibi (command line)", "objective=masked", "retired"],
-    ),
+    (["--schedule=constant", "--min_lr=0.1"], ["min_lr=0.1 (command line)", "schedule=constant", "change schedule"]),
+    (["--pos=alibi", "--objective=masked"], ["pos=alibi (command line)", "objective=masked", "retired"]),
     (
         ["--schedule=wsd", "--max_iters=100", "--warmup_iters=90"],
         ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],

@@ -378,10 +378,6 @@ DAMAGE = {
     "huge": (lambda f: os.truncate(f / "config.json", 40 * 2**30), "config.json holds no JSON object .*more than"),
     "architecture": (config(model_type="falcon"), "model_type='falcon' is not known; .*gemma3_text"),
     "longrope": (config(rope_parameters=rope("longrope")["rope_parameters"]), "rope_type='longrope', but only"),
-    "half RoPE": (
-        config(rope_parameters=rope(partial_rotary_factor=0.5)["rope_parameters"]),
-        "nothing here reads 'partial_rotary_factor'=0.5; delete",
-    ),
     "unread": (
         config(is_causal=False, foo=1, q="x"),
         "nothing here reads 'foo'=1, 'is_causal'=False and 1 more; delete",
@@ -389,7 +385,6 @@ DAMAGE = {
     "no size": (config(hidden_size="absent"), "n_embd=None .hidden_size.: expected int"),
     "layers": (config(num_hidden_layers=4000), r"n_layer=4000, but there are \d+ tensors"),
     "wrong types": (config(rope_parameters=[3]), "config.json: a key has a value of a wrong type"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "a pickle": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         r"has no model.safetensors .pickles are not read.; .*safe_serialization=True",
@@ -399,7 +394,6 @@ DAMAGE = {
     "surplus": (norm(lambda x: x, "model.layers.3.other.weight"), "'model.layers.3.other.weight' is no weight"),
     "dtype": (norm(lambda x: x.long()), "'model.norm.weight' has the dtype I64"),
     "nan": (norm(lambda x: x * math.nan), "model.norm.weight holds numbers that are not finite"),
-    "absent file": (in_shards("model-9.safetensors"), "index.json names 'model-9.safetensors', which is no safetens"),
     "outside": (in_shards("../llama/model.safetensors"), "names '../llama/model.safetensors', which is no safetensors"),
 }
 

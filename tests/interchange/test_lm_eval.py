@@ -17,11 +17,7 @@ from helpers import ROOT
 import sample
 
 pytestmark = pytest.mark.interop
-QUESTIONS = [
-    ("the cat", [" sat on", " a mat."]),
-    ("dogs", [" bark;", " the cat", " a"]),
-    ("sat", [" on", " no", " x"]),
-]
+QUESTIONS = [("the cat", [" sat on", " a mat."]), ("dogs", [" bark;", " the cat", " a"]), ("sat", [" on", " no", " x"])]
 TASK = """
 task: mine
 dataset_path: json
