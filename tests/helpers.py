@@ -25,6 +25,17 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def state_of(where: Path) -> dict:
+    """state.json of a checkpoint, or of a run's latest one."""
+    return checkpoint.read_state(checkpoint.find(where))
+
+
+def edit_state(where: Path, **changes):
+    """Replace keys of it."""
+    file = checkpoint.find(where) / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def tensors_in(where: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, or of a run's latest one, each read as a whole."""
     path = checkpoint.find(where)

@@ -5,14 +5,13 @@ import os
 
 import pytest
 import torch
-from helpers import TINY, figures, losses, refused
+from helpers import TINY, edit_state, figures, losses, refused, state_of
 from ranks import launch, train_main, train_runs
 
 import sample
 import train
 from configurator import Config, parse
 from engine import device
-from engine.checkpoint import files as checkpoint
 from engine.device import resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import agreed_dtype
@@ -83,7 +82,7 @@ def go(run, tiny_data, tmp_path, monkeypatch):
 
 def stored(folder) -> tuple[str, bool]:
     """The resolved dtype and compile of the latest checkpoint."""
-    flags = checkpoint.read_state(checkpoint.find(folder))["flags"]
+    flags = state_of(folder)["flags"]
     return flags["dtype"], flags["compile"]
 
 
@@ -114,17 +113,16 @@ def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
     flags = []
     for how in ([], ["--init_from=resume", "--max_iters=5"]):
         go(None if how else True, *how)
-        state = checkpoint.find(tmp_path / "out") / "state.json"
-        flags.append(checkpoint.read_state(state.parent)["flags"]["fp32_residual"])
-        state.write_text(state.read_text().replace('"fp32_residual": true', '"fp32_residual": false'))  # as on a GPU
+        stored_flags = state_of(tmp_path / "out")["flags"]
+        flags.append(stored_flags["fp32_residual"])
+        edit_state(tmp_path / "out", flags=stored_flags | {"fp32_residual": False})  # as on a GPU
     assert flags == [True, False]
 
 
 def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys):
     """A checkpoint that stores float16, in an evaluation too; --dtype=auto replaces it."""
     go(False)
-    state = tmp_path / "out" / "step_00000004" / "state.json"
-    state.write_text(state.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    edit_state(tmp_path / "out", flags=state_of(tmp_path / "out")["flags"] | {"dtype": "float16"})
     assert stored(tmp_path / "out") == ("float16", False)
     for more in ([], ["--eval_only=True"]):
         flags = [*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", *more]

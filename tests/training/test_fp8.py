@@ -17,15 +17,7 @@ from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from model import Inputs, Model, ModelConfig
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The tensors are so small that two threads mostly wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("in_this_process")  # with one thread, as the tensors are small
 
 HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: half a step relative to a number, and below 2^-6 absolute
 

@@ -8,7 +8,6 @@ import json
 
 import golden
 import pytest
-import torch
 from families import BLOCKS, OBJECTIVES, OPTIMIZERS
 
 EXPECTED = json.loads(golden.FILE.read_text())
@@ -25,14 +24,6 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_every_family_has_its_figures():
     assert EXPECTED.keys() - {"made with"} == golden.FAMILIES.keys()
     quick = [param.values[0].split("; ") for param in NAMES if not param.marks]
@@ -42,7 +33,7 @@ def test_every_family_has_its_figures():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_figures_are_as_they_were(name, data, tmp_path, one_thread):
+def test_figures_are_as_they_were(name, data, tmp_path, in_this_process):
     found = golden.figures(data, tmp_path / "out", name)
     assert found.keys() == EXPECTED[name].keys() and len(found["loss"]) == 20 and len(found["val_loss"]) == 3
     for key, numbers in found.items():

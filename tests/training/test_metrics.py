@@ -14,7 +14,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, losses
+from helpers import metrics as lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
 
 import engine.evaluation
 import engine.metrics
@@ -45,14 +48,6 @@ def loop(metrics, steps, stop):
         if step % 2 == 0:
             metrics.log(step, loss_at(step), 1e-3, 0.5, 100 * (step + 1), {})
     metrics.close()
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder):
-    return [(x["step"], x.get("loss"), x.get("train_loss"), x.get("val_loss")) for x in lines(folder)]
 
 
 def test_one_line_per_step_with_all_digits(tmp_path, capsys):
@@ -139,8 +134,6 @@ def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
 
 def scalars(folder):
     """{tag: [(step, value)]}, by TensorBoard's own reader."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     reader.Reload()
     return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
@@ -159,9 +152,6 @@ def from_jsonl(folder):
 
 def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
     """On its pages of scalars, texts and hyperparameters."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
     clock, granted = [100.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 

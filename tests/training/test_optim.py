@@ -1,13 +1,13 @@
-"""Schedules, AdamW and Muon against references written here, resume against the uninterrupted run."""
+"""Schedules, AdamW and Muon against references written here."""
 
 import math
+import re
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from helpers import assert_rounds_alike
 
 from configurator import Config
@@ -23,7 +23,7 @@ from engine.optim import (
 )
 from engine.parallel.sharded import ShardedModel, load_biases
 from engine.parallel.tensor import sharded_dim
-from model import GroupedLinear, Linear, Model, ModelConfig
+from model import Linear, Model, ModelConfig
 
 
 def config(**flags):
@@ -58,10 +58,6 @@ class Block(nn.Module):
             nn.Linear.reset_parameters(layer)
         self.gain = nn.Parameter(torch.ones(2))
 
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (2, 8)).split((4, 2, 2), dim=-1)
-        return x + self.out((q * torch.cat((k, v), -1).tanh() * self.gain[:, None]).flatten(-2))
-
 
 class Tiny(nn.Module):
     def __init__(self, seed=0):
@@ -70,26 +66,6 @@ class Tiny(nn.Module):
         self.wte, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head.weight = self.wte.weight
-
-    def forward(self, idx):
-        x = self.wte(idx)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x)[:-1], idx[1:])
-
-
-def train(model, optimizer, steps):
-    """Losses of the given steps; the batch is a function of the step."""
-    losses = []
-    for step in steps:
-        optimizer.set_lr(learning_rate(step, config()))
-        idx = (3 * torch.arange(32) + step) % 11
-        loss = model(idx)
-        model.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,29 +85,25 @@ def test_cosine_is_nanogpts():
     assert [learning_rate(it, cfg) for it in range(101)] == [expected(it) for it in range(101)]
 
 
-def test_wsd_at_key_points():
-    cfg = config(schedule="wsd", lr_decay_iters=100, cooldown_iters=40)
-    assert all(learning_rate(step, cfg) == 1e-3 for step in range(10, 61))
-    assert learning_rate(80, cfg) == pytest.approx(5.5e-4)  # half way from 1e-3 to 1e-4
-    assert learning_rate(99, cfg) == pytest.approx(1e-4 + 9e-4 / 40)
-    assert learning_rate(100, cfg) == learning_rate(5000, cfg) == 1e-4
-
-
-def test_defaults_derive_from_max_iters():
-    assert learning_rate(60, config()) == pytest.approx(5.5e-4)  # the middle of 10 .. 110
-    cfg = config(schedule="wsd", max_iters=100)
-    assert learning_rate(80, cfg) == 1e-3 > learning_rate(81, cfg)  # cool-down over the last fifth
-    assert learning_rate(90, cfg) == pytest.approx(5.5e-4)
-    cfg = config(schedule="wsd", max_iters=100, lr_decay_iters=50)
-    assert learning_rate(40, cfg) == 1e-3 > learning_rate(41, cfg)  # over the last fifth of the schedule
-    assert learning_rate(45, cfg) == pytest.approx(5.5e-4)
-    assert learning_rate(10**6, config(schedule="constant")) == 1e-3
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_no_room_to_decay(schedule):
-    assert learning_rate(0, config(schedule=schedule, warmup_iters=0, max_iters=1)) == 1e-3
-    assert learning_rate(10, config(schedule=schedule, max_iters=10)) == 1e-4
+@pytest.mark.parametrize(
+    "flags, rates",
+    [
+        (dict(lr_decay_iters=100, cooldown_iters=40), {10: 1.0, 60: 1.0, 80: 0.55, 99: 0.1225, 100: 0.1, 5000: 0.1}),
+        (dict(max_iters=100), {80: 1.0, 81: 0.955, 90: 0.55}),  # cool-down over the last fifth
+        (dict(max_iters=100, lr_decay_iters=50), {40: 1.0, 41: 0.91, 45: 0.55}),  # of the schedule
+        (dict(warmup_iters=0, max_iters=1), {0: 1.0}),
+        (dict(max_iters=10), {10: 0.1}),
+        (dict(schedule="cosine"), {60: 0.55}),  # the middle of 10 .. 110
+        (dict(schedule="cosine", warmup_iters=0, max_iters=1), {0: 1.0}),
+        (dict(schedule="cosine", max_iters=10), {10: 0.1}),
+        (dict(schedule="constant"), {10**6: 1.0}),
+    ],
+    ids=str,
+)
+def test_schedules_at_key_points(flags, rates):
+    """From 1e-3 to 1e-4, in units of 1e-3."""
+    cfg = config(**{"schedule": "wsd"} | flags)
+    assert {step: 1e3 * learning_rate(step, cfg) for step in rates} == pytest.approx(rates)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,33 +128,26 @@ def test_adamw_is_the_paper():
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
 
 
-def decayed(model, optimizer):
-    names = {p: name for name, p in model.named_parameters()}
-    return {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_matrices_decay_and_every_parameter_is_in_one_group(kind):
-    model = Tiny()
-    optimizer = build(model, config(optimizer=kind))
-    grouped = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(grouped) == len(set(grouped)) and set(grouped) == set(model.parameters())  # tied weights once
-    assert decayed(model, optimizer) == {"wte.weight"} | {
-        f"blocks.{i}.{m}.weight" for i in (0, 1) for m in ("qkv", "out")
-    }
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+def test_matrices_decay_and_every_parameter_is_in_one_group(optimizer):
+    """Slots are rows of keys and values, with one dimension more for the heads. The biases of experts have two, but are
+    a vector for each expert; tied weights count once, and what balances experts is nobody's."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=11)
+    slots = Model(ModelConfig(block="superblock", layer="c.own_slots", qk_norm=True, **sizes), 0)
+    experts = Model(ModelConfig(n_expert=4, bias=True, **sizes), 0)
+    for model in (Tiny(), slots, experts):
+        groups = build(model, config(optimizer=optimizer, balance_rate=0.25)).param_groups
+        grouped = [p for group in groups for p in group["params"]]
+        assert len(grouped) == len(set(grouped)) and set(grouped) == {*model.parameters()} - {*load_biases(model)}
+        names = {p: name for name, p in model.named_parameters()}
+        decayed = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
+        assert decayed == {name for name in names.values() if not re.search("norm|before|bias|gain", name)}
+    assert sum("slot" in name for name, _ in slots.named_parameters()) == 2
+    assert len([*load_biases(experts)]) == 1
 
 
 def test_every_optimizer_of_the_flag_is_in_the_table():
     assert set(get_args(get_type_hints(Config)["optimizer"])) == set(OPTIMIZER)
-
-
-def test_slots_decay():
-    """They are rows of keys and values, with one dimension more for the heads; gains of heads do not."""
-    shape = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=11)
-    model = Model(ModelConfig(block="superblock", layer="c.own_slots", qk_norm=True, **shape), 0)
-    slots = {name for name, _ in model.named_parameters() if "slot" in name}
-    assert len(slots) == 2 and slots <= decayed(model, build(model, config()))
-    assert not any("norm" in name for name in decayed(model, build(model, config())))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,24 +234,19 @@ def test_muon_in_portions_is_muon(monkeypatch):
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[0], other, strict=True))
 
 
-def test_who_gets_muon():
+@pytest.mark.parametrize("tied", [True, False])
+def test_who_gets_muon(tied):
+    """By their role, so not a matrix with a row per head, although it is a linear layer within a block; as it is cut by
+    tp."""
     model = Tiny()
-    _, muon = build(model, config(optimizer="muon")).parts
+    model.blocks[0].gate = Linear(ModelConfig(), 8, 2, "per_head")
+    if not tied:
+        model.head.weight = nn.Parameter(model.wte.weight.detach().clone())
+    rest, muon = build(model, config(optimizer="muon")).parts
     assert muon.fused == {
         m.weight: fused for b in model.blocks for m, fused in ((b.qkv, (0, 2, (4, 2, 2))), (b.out, None))
     }
-    untied = Tiny()
-    untied.head.weight = nn.Parameter(untied.wte.weight.detach().clone())
-    _, muon = build(untied, config(optimizer="muon")).parts
-    assert len(muon.fused) == 4 and untied.head.weight not in muon.fused
-
-
-def test_a_matrix_with_a_row_per_head_is_no_hidden_matrix():
-    """By its role, although it is a linear layer within a block; so is its cut by tp."""
-    model = Tiny()
-    model.blocks[0].gate = Linear(ModelConfig(), 8, 2, "per_head")
-    rest, muon = build(model, config(optimizer="muon")).parts
-    assert model.blocks[0].gate.weight in rest.state and len(muon.fused) == 4
+    assert rest.state.keys() == {*model.parameters()} - muon.fused.keys()
     assert sharded_dim(model, "blocks.0.gate.weight") == 0
 
 
@@ -318,18 +278,6 @@ def test_the_biases_of_experts_move_by_a_rate_of_their_own(optimizer):
     scaled = [p for group in parts.param_groups for p in group["params"]]  # by a gradient scaler, which loads are not
     assert len(scaled) == len([*model.parameters()]) - 1 and all(p is not bias for p in scaled)
     assert not any("balance" in name for name in parts.state_tensors(model))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZER)
-def test_biases_of_experts_do_not_decay(optimizer):
-    """They have two dimensions, but are a vector for each expert; so their weights decay alone."""
-    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=29)
-    model = Model(ModelConfig(**sizes, n_expert=4, bias=True), seed=1)
-    groups = build(model, config(optimizer=optimizer, balance_rate=0.25)).param_groups
-    decays = {p: group["weight_decay"] > 0 for group in groups for p in group["params"]}
-    m = model.experts()[0]
-    assert decays[m.up.weight] and decays[m.down.weight]
-    assert not decays[m.up.bias] and not decays[m.down.bias]
 
 
 def test_loads_are_no_gradients():
@@ -382,47 +330,33 @@ def test_a_new_optimizer_is_one_entry(muon, monkeypatch):
     assert kinds == {"mean"} | ({"momentum"} if muon else set())
 
 
-@pytest.mark.parametrize("mlp,matrices", [("gelu", 1), ("swiglu", 2)])
-def test_grouped_mlps_are_a_matrix_per_group_and_kind(mlp, matrices):
-    """A group's gate and its values stand below one another in GroupedLinear's weight; each is orthogonalised alone."""
-    cfg = Config(
-        n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=16, block="superblock", n_group=2, mlp=mlp,
-        optimizer="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0,
-    )  # fmt: skip
+GROUPS = {"block": "superblock", "n_group": 2}
+
+
+@pytest.mark.parametrize(
+    "flags, where, matrices",
+    [
+        ({"attention": "gqa", "n_kv_head": 2}, "0.attn.qkv", lambda w: w.view(2, 4, 4, 16).split((2, 1, 1), dim=1)),
+        ({"mlp": "swiglu"}, "1.mlp.up", lambda w: w.view(-1, 2, 16).unbind(1)),
+        (GROUPS, "0.mlp.up", lambda w: w.chunk(2)),
+        (GROUPS | {"mlp": "swiglu"}, "0.mlp.up", lambda w: w.chunk(4)),
+    ],
+    ids=str,
+)
+def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
+    """q, k and v, a gate and its values, which stand below one another in GroupedLinear: each matrix alone."""
+    muon = {"optimizer": "muon", "muon_lr": 1.0, "weight_decay": 0.0, "muon_momentum": 0.0}
+    cfg = Config(n_layer=1, n_head=4, n_embd=16, block_size=8, vocab_size=16, **muon, **flags)
     model = Model(cfg, seed=1)
-    mlp = model.blocks[0].sums[0].mlp
-    assert isinstance(mlp.up, GroupedLinear) and isinstance(mlp.down, GroupedLinear)
-    before, muon = mlp.up.weight.detach().clone(), list(build(model, cfg).parts)[1]
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    muon.step()
-    height = len(before) // (2 * matrices)
-    pairs = zip((before - mlp.up.weight).split(height), mlp.up.weight.grad.split(height), strict=True)
-    for update, gradient in pairs:
-        torch.testing.assert_close(update, height**0.5 / 8**0.5 * newton_schulz(gradient), atol=1e-4, rtol=1e-3)
-
-
-def test_real_model():
-    """Muon's split of model.py's fused weights is what the model computes with: its update of q, k, v is orthogonal."""
-    size = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 8, "vocab_size": 13}
-    model = Model(ModelConfig(**size, attention="gqa", n_kv_head=2, mlp="swiglu"))
-    _, muon = build(model, config(optimizer="muon")).parts
-    names = {name for name, p in model.named_parameters() if p in muon.fused}
-    assert names == {f"blocks.0.sums.{m}.weight" for m in ("0.attn.qkv", "0.attn.out", "1.mlp.up", "1.mlp.down")}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model(torch.arange(8)[None], torch.arange(1, 9)[None]).backward()
-    attention, mlp = model.blocks[0].sums
-    qkv, up = attention.attn.qkv.weight, mlp.mlp.up.weight
-    qkv.grad, up.grad = torch.randn_like(qkv), torch.randn_like(up)  # of full rank, unlike those of 8 tokens
-    muon.param_groups[0]["weight_decay"] = 0.0
-    muon.step()
-    update = (qkv.detach() - before["blocks.0.sums.0.attn.qkv.weight"]).view(2, 4, 8, 32)  # Hkv G D C
-    q, k, v = update.split((2, 1, 1), dim=1)
-    gate, value = (up.detach() - before["blocks.0.sums.1.mlp.up.weight"]).unflatten(0, (-1, 2)).unbind(1)
-    for update in (q, k, v, gate, value):
-        update = update.reshape(-1, 32) / 0.02
-        s = torch.linalg.svdvals(update) / max(1, update.size(0) / 32) ** 0.5
-        assert s.max() < 1.25 and s.median() > 0.65
+    weight = model.get_submodule(f"blocks.0.sums.{where}").weight
+    before = weight.detach().clone()
+    list(build(model, cfg).parts)[1].step()
+    for update, gradient in zip(matrices(before - weight.detach()), matrices(weight.grad), strict=True):
+        update, gradient = (x.flatten(0, -2) for x in (update, gradient))
+        scale = max(1, update.size(0) / update.size(1)) ** 0.5
+        torch.testing.assert_close(update, scale * newton_schulz(gradient), atol=1e-4, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, until
 
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -59,13 +58,6 @@ def job(tmp_path):
             pass
 
 
-def wait_for(job, line: str):
-    end = time.monotonic() + 150
-    while line not in job.log():
-        assert time.monotonic() < end, job.log()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_the_signal_saves_and_queues_again(job, tmp_path, again):
     """Both nodes meet at the first one; a job that starts on a run goes on with it."""
@@ -73,7 +65,7 @@ def test_the_signal_saves_and_queues_again(job, tmp_path, again):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "latest").write_text("step_00000100")
     process = job("config/train_gpt2.py", "--seed=3")
-    wait_for(job, "ready")
+    until(lambda: "ready" in job.log())
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=600) == 0
     torchruns = sorted(line for line in job.log() if line.startswith("torchrun"))
