@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
@@ -35,18 +36,16 @@ def check(cfg, n_micro: int):
     if cfg.value_residual:
         raise ValueError(f"pp={n} hands on only the stream, and value_residual=True hands on values; set pp=1")
     if cfg.n_layer < n * cfg.pp_chunks:
-        most = max(1, cfg.n_layer // n)
         raise ValueError(
-            f"pp={n} times pp_chunks={cfg.pp_chunks} stages need a block each, and n_layer={cfg.n_layer}; set pp to "
-            f"{min(n, cfg.n_layer)} or less, and pp_chunks to {most} or less"
+            f"pp={n} times pp_chunks={cfg.pp_chunks} stages need a block each, and n_layer={cfg.n_layer}; set pp or "
+            "pp_chunks lower"
         )
-    unit = n if cfg.pp_chunks > 1 else 1
-    if n_micro < n or n_micro % unit:
-        fewest = max(n, math.lcm(n_micro, unit))
+    if n_micro < n or cfg.pp_chunks > 1 and n_micro % n:
+        accumulation = cfg.gradient_accumulation_steps
         raise ValueError(
-            f"pp={n} with pp_chunks={cfg.pp_chunks} needs at least {n} micro-batches per step, and with chunks a "
-            f"multiple; gradient_accumulation_steps={cfg.gradient_accumulation_steps} leaves {n_micro} to each "
-            f"pipeline; set gradient_accumulation_steps to {-(-fewest // n_micro)} times as many"
+            f"pp={n} needs at least {n} micro-batches per step, and with pp_chunks a multiple; "
+            f"gradient_accumulation_steps={accumulation} leaves {n_micro} to each pipeline; set it to "
+            f"{accumulation * n // math.gcd(n_micro, n)}"
         )
 
 
@@ -121,7 +120,7 @@ class Stage(PipelineStage):
 def reduce_in_backward(on: bool, model: nn.Module, blocks: Iterable[nn.Module] = ()):
     """Whether FSDP, if it wraps the model, reduces gradients and frees weights in the next backward: those of these
     blocks, or all. Otherwise both stay whole."""
-    if hasattr(model, "set_is_last_backward"):
+    if isinstance(model, FSDPModule):
         model.set_is_last_backward(on and not blocks)
         for module in blocks or [model]:
             module.set_requires_gradient_sync(on)
@@ -134,26 +133,26 @@ class Pipeline:
 
     def __init__(self, model: Model, cfg, ranks):
         self.model = model
-        self.group = group = ranks.mesh["pp"].get_group()
-        self.device = device = ranks.device
-        self.rank = dist.get_rank(group)
+        self.group = ranks.mesh["pp"].get_group()
+        self.device = ranks.device
+        self.rank = dist.get_rank(self.group)
         self.n_ranks = cfg.pp
         self.length = cfg.block_size // (cfg.cp * cfg.tp)  # of the stream
-        # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
         with ranks.autocast():
-            self.dtype = stream_dtype(cfg, torch.empty(0, device=device))
-        sizes = (cfg.batch_size, self.length, cfg.n_embd)
-        stream = torch.empty(sizes, dtype=self.dtype, device="meta", requires_grad=True)
-        idx = torch.empty(cfg.batch_size, cfg.block_size // cfg.cp, dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+            self.dtype = stream_dtype(cfg, torch.empty(0, device=self.device))
+        # Without these examples, the first step would run an extra forward and backward to find shapes and dtypes.
+        with torch.device("meta"):
+            idx = torch.empty(cfg.batch_size, cfg.block_size // cfg.cp, dtype=torch.int64)
+            stream = self.stream(cfg.batch_size, "meta").requires_grad_()
+            loss = torch.empty((), requires_grad=True)
         self.chunks = []
         stages = []
         for blocks in layers(cfg.n_layer, self.rank, cfg.pp, cfg.pp_chunks):
             chunk = Chunk(model, blocks, cfg.tp, ranks.autocast)
             x = idx if chunk.first else stream
             y = loss if chunk.last else stream
-            index = self.rank + cfg.pp * len(stages)
-            stages.append(Stage(chunk, index, cfg.pp * cfg.pp_chunks, device, x, y, group=group))
+            number = self.rank + cfg.pp * len(stages)
+            stages.append(Stage(chunk, number, cfg.pp * cfg.pp_chunks, self.device, x, y, group=self.group))
             self.chunks.append(chunk)
         n_micro = cfg.gradient_accumulation_steps // ranks.data_size
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.
@@ -162,7 +161,12 @@ class Pipeline:
             self.schedule = Schedule1F1B(stages[0], **options)
         else:
             self.schedule = ScheduleInterleaved1F1B(stages, **options)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects a group in its first collective
+        # NCCL connects a group in its first collective.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+    def stream(self, n: int, device) -> Tensor:
+        """An empty stream of n sequences, as a stage receives it."""
+        return torch.empty(n, self.length, self.model.cfg.n_embd, dtype=self.dtype, device=device)
 
     def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
         """The mean loss, detached, of n_micro batches (arguments of Model.forward by name); 0 before the last stage.
@@ -170,7 +174,6 @@ class Pipeline:
         Its gradient is left in p.grad, which must be None before, because the gradients of both ends of a tied weight
         are added once.
         """
-        assert all(p.grad is None for p in self.model.parameters())
         batch = {name: [each[name] for each in batches] for name in batches[0]}
         if "doc_starts" in batch:  # whose widths differ
             n = max(x.size(1) for x in batch["doc_starts"])
@@ -207,7 +210,7 @@ class Pipeline:
         x = batch.pop("idx")
         for chunk in self.chunks:
             if not chunk.first:
-                x = torch.empty(len(x), self.length, self.model.cfg.n_embd, dtype=self.dtype, device=self.device)
+                x = self.stream(len(x), self.device)
                 dist.recv(x, group=self.group, group_src=(self.rank - 1) % self.n_ranks)
             x = chunk(x, **batch)
             if not chunk.last:

@@ -61,10 +61,6 @@ class Ranks:
         return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks of flags
-
-
 def check_flags(cfg):
     """ValueError if flags do not fit this machine or the number of ranks that torchrun has started."""
     place = environment()
@@ -88,12 +84,9 @@ def check_layout(cfg, size: int):
     """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
     unit = cfg.tp * cfg.cp * cfg.pp
     if size % unit:
-        remedy = "start as many with torchrun --nproc_per_node"
-        if cfg.plan:
-            remedy = f"plan for as many with --world_size={-(-size // unit) * unit}"
         raise ValueError(
-            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}; "
-            f"{remedy}, or set them to 1"
+            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}; start "
+            f"(or plan for) {-(-size // unit) * unit}, or set them to 1"
         )
     data = data_ranks(cfg, size)
     ranks = f"the {data} data-parallel ranks"
@@ -102,18 +95,15 @@ def check_layout(cfg, size: int):
     micro_batches = cfg.gradient_accumulation_steps
     if micro_batches % data:
         raise ValueError(
-            f"gradient_accumulation_steps={micro_batches} counts the micro-batches of all ranks together and is not "
-            f"divisible by {ranks}; set it to {-(-micro_batches // data) * data}"
+            f"gradient_accumulation_steps={micro_batches}, micro-batches of all ranks, is not divisible by {ranks}; "
+            f"set it to {-(-micro_batches // data) * data}"
         )
     if cfg.ramp and cfg.pp > 1:
         raise ValueError(f"batch_ramp={cfg.batch_ramp} does not go with pp={cfg.pp}, whose schedule is fixed; set pp=1")
     if any(n % data for n, _ in cfg.ramp):
         raise ValueError(f"batch_ramp={cfg.batch_ramp} is divided among {ranks}; set multiples of {data}")
     if cfg.optimizer == "muon" and cfg.fsdp_offload:
-        raise ValueError(
-            "optimizer=muon does not work with fsdp_offload=True: it would multiply whole matrices on the CPU; use "
-            "optimizer=adamw"
-        )
+        raise ValueError("optimizer=muon does not work with fsdp_offload=True; use optimizer=adamw")
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:
@@ -158,17 +148,18 @@ def join(cfg) -> Ranks:
     data = data_ranks(cfg, place.size)
     copies = replicas(cfg)
     grid = torch.arange(place.size).view(cfg.pp, copies, data // copies * cfg.cp, cfg.tp)
-    found = {"mesh": make_mesh(cfg, device, grid, "pp replicate shard tp"), "stage": dist.group.WORLD}
+    mesh = make_mesh(cfg, device, grid, "pp replicate shard tp")
+    cp = experts = None
+    stage = dist.group.WORLD
     if cfg.cp > 1:
-        found["cp"] = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
+        cp = make_mesh(cfg, device, grid.view(-1, cfg.cp, cfg.tp), "data cp tp")["cp"].get_group()
     if cfg.pp > 1:
-        found["stage"] = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
+        stage = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
     if cfg.ep > 1:  # adjacent ranks divide the experts, so the ranks with the same experts are ep apart
         cut = grid.unflatten(2, (-1, cfg.ep)).permute(0, 4, 3, 1, 2)
-        mesh = make_mesh(cfg, device, cut, "pp tp ep replicate shard")
-        found["experts"] = mesh["tp", "ep", "replicate", "shard"]
+        experts = make_mesh(cfg, device, cut, "pp tp ep replicate shard")["tp", "ep", "replicate", "shard"]
     data_rank = place.rank // (cfg.cp * cfg.tp) % data
-    return replace(ranks, data_rank=data_rank, data_size=data, **found)
+    return replace(ranks, data_rank=data_rank, data_size=data, mesh=mesh, cp=cp, stage=stage, experts=experts)
 
 
 def check_same_flags(cfg):
@@ -209,7 +200,7 @@ def of_all_ranks(value: Any, group: ProcessGroup | None = None) -> list:
 def together(action: Callable, group: ProcessGroup | None = None):
     """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
     no rank waits for ever for another."""
-    own = None
+    result = own = None
     try:
         result = action()
     except (OSError, ValueError) as error:
