@@ -34,6 +34,7 @@ from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse
 from ops import Mask
 
 Maybe = Tensor | None
+Tensors = tuple[Tensor, ...]
 Shape = tuple[int, ...]
 Fused = tuple[int, int, Shape]  # (dim, groups, sizes), see Linear
 
@@ -256,13 +257,13 @@ class AttentionPosition(nn.Module):
         super().__init__()
         self.cfg = cfg
 
-    def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
         return ()  # causal models: tensors (..., T, n), with a row for each position of t (T,)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         return q, k, v
 
-    def slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def slots(self, k: Tensor, v: Tensor) -> Tensors:
         """Keys and values (Hkv, M, D) of slots, which have no position, padded to the width E of forward's results."""
         return k, v
 
@@ -327,7 +328,7 @@ class Rope(AttentionPosition):
             refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
         scaled_frequencies(cfg, torch.ones(1, device="cpu"))
 
-    def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
         cfg = self.cfg
         n = cfg.head_size // 2
         turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
@@ -341,7 +342,7 @@ class Rope(AttentionPosition):
             out += torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
         return tuple(out)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
         return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
 
@@ -365,7 +366,7 @@ class Alibi(AttentionPosition):
             why = "this was retired, as encoders see both ways; set pos=rope, or use an older version of this program"
             refuse(cfg, "pos objective", why)
 
-    def table(self, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
         D = self.cfg.head_size
         slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
         far = (t // 256).to(dtype)  # (T,)
@@ -378,13 +379,13 @@ class Alibi(AttentionPosition):
         D = self.cfg.head_size
         return F.pad(columns, (0, -(-(D + 4) // 8) * 8 - D - columns.size(-1)))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         q_columns, k_columns = (c.to(q.dtype) for c in table)
         q = torch.cat((q, q_columns.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, E)
         k = torch.cat((k, k_columns.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, E)
         return q, k, F.pad(v, (0, q.size(-1) - v.size(-1)))
 
-    def slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def slots(self, k: Tensor, v: Tensor) -> Tensors:
         columns = self.pad(torch.cat((k.new_zeros(2), k.new_ones(2)))).expand(*k.shape[:2], -1)  # (Hkv, M, E - D)
         return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
 
@@ -445,7 +446,6 @@ class Linear(UndrawnLinear):
         if role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified"):
             std /= math.sqrt(cfg.outputs)  # keeps the variance of the stream, a sum of so many terms, from growing
         self.initial = {"weight": Normal(std), "bias": 0.0}
-        assert fused is None or self.weight.size(fused[0]) == fused[1] * sum(fused[2])
 
 
 class GroupedLinear(Linear):
@@ -503,10 +503,10 @@ class Gain(nn.Module):
 class Inputs(NamedTuple):
     """Inputs of a block besides the stream: positions, document numbers and the encoder's memory."""
 
-    table: tuple[Tensor, ...] = ()  # of AttentionPosition.table
-    docs: tuple[Tensor, ...] | None = None  # of the queries and of the keys, as in a Mask
+    table: Tensors = ()  # of AttentionPosition.table
+    docs: Tensors | None = None  # of the queries and of the keys, as in a Mask
     memory: Tensor | None = None  # (B, S, C), the encoder's output
-    memory_docs: tuple[Tensor, ...] | None = None  # of the queries and of the memory
+    memory_docs: Tensors | None = None  # of the queries and of the memory
     shared: "Shared | None" = None  # made anew for each forward
 
 
@@ -538,9 +538,10 @@ def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
 
 def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
     """H and Hkv: the reader's share of the layer's heads."""
-    C, H, Hkv = cfg.n_embd, cfg.n_head, cfg.kv_heads
-    if not cfg.head_dim and C % H:
-        even = -(-C // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
+    H = cfg.n_head
+    Hkv = cfg.kv_heads
+    if not cfg.head_dim and cfg.n_embd % H:
+        even = -(-cfg.n_embd // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
         refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
     if cfg.n_kv_head not in (0, Hkv):
         refuse(cfg, "n_kv_head attention", f"mha has {H} key/value heads and mqa has 1; set attention=gqa")
@@ -620,7 +621,7 @@ class Heads(nn.Module):
         (q,) = self.split(self.q(x.to(ops.matmul_dtype(x))), 1)
         return q
 
-    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    def split(self, x: Tensor, *sizes: int) -> Tensors:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
         heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
@@ -685,7 +686,7 @@ class Attention(Heads):
             self.make_queries(cfg)
             self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "into", (0, Hkv, (D, D)), cfg.qkv_bias)
 
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions."""
         if self.qkv is None:
             return self.queries(x), *self.split(self.kv(x), 1, 1)
@@ -713,7 +714,7 @@ class Attention(Heads):
         own, other = self.mix
         return (own(v) + other(first)).to(v.dtype)
 
-    def slots(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def slots(self, dtype: torch.dtype) -> Tensors:
         """Keys and values of the slots beside the context, each (Hkv, M, D)."""
         return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
 
@@ -728,10 +729,10 @@ class CrossAttention(Heads):
         self.make_queries(cfg)
         self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
 
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
 
-        def pool() -> tuple[Tensor, Tensor]:
+        def pool() -> Tensors:
             return self.split(self.kv(inputs.memory), 1, 1)
 
         return self.queries(x), *(self.cache.once(pool) if self.cache else pool())
@@ -751,7 +752,7 @@ class Slots(Heads):
         self.make_queries(cfg)
         self.make_slots(cfg, inputs)
 
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""
         q = self.queries(x)
         k, v = (slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
@@ -789,7 +790,7 @@ class ShapedAttention(Attention):
         self.gamma = nn.Parameter(torch.empty(self.n_head))
         self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 
-    def project(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         return *self.split(self.qk(x), self.n_head // self.n_kv_head, 1), *self.split(self.value(x), 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -929,7 +930,8 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)  # (N, C)
         scores = ops.wide_linear(tokens, self.router.weight, self.router.bias)  # (N, E)
         p = self.score(scores)
-        chosen = self.choose(p)
+        preferred = p if self.balance is None else p.detach() + self.balance.bias
+        chosen = preferred.topk(self.active, sorted=False).indices  # (N, k), in no order
         weights = p.gather(1, chosen)
         if self.active > 1:
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
@@ -944,11 +946,6 @@ class Experts(nn.Module):
         rows = rows * weights.flatten().index_select(0, order)[:, None]
         y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
-
-    def choose(self, p: Tensor) -> Tensor:
-        """The experts (N, k) that each token reads, in no order, for its p (N, E)."""
-        preferred = p if self.balance is None else p.detach() + self.balance.bias
-        return preferred.topk(self.active, sorted=False).indices
 
     def read(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
@@ -1093,7 +1090,7 @@ class Stack(nn.Module):
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
 
-    def table(self, t: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    def table(self, t: Tensor, x: Tensor) -> Tensors:
         return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
@@ -1169,34 +1166,38 @@ class Model(Stack):
         doc_starts: Maybe = None, source_doc_starts: Maybe = None,
     ) -> Tensor:  # fmt: skip
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
-        memory = self.encode(source, source_docs, source_doc_starts)
-        x = self.hidden(idx, 0, docs, memory, source_docs, doc_starts, source_doc_starts)
-        return self.logits(x) if targets is None else self.loss(x, targets)
+        own = documents(docs, docs, doc_starts, doc_starts)
+        of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
+        memory = self.encode(source, of_source)
+        of_memory = None
+        if memory is not None:
+            of_memory = documents(docs, source_docs, doc_starts, source_doc_starts)
+        x = self.hidden(idx, 0, own, memory, of_memory)
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x, targets)
 
-    def encode(self, source: Maybe, docs: Maybe = None, starts: Maybe = None) -> Maybe:
-        """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder."""
+    def encode(self, source: Maybe, docs: Tensors | None = None) -> Maybe:
+        """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder. docs as
+        in a Mask."""
         if (source is None) != (self.encoder is None):
             raise ValueError("objective=seq2seq needs a source, and other models read none")
         if source is None:
             return None
-        return self.hidden(source, docs=docs, starts=starts, stack=self.encoder)
+        return self.hidden(source, docs=docs, stack=self.encoder)
 
     def hidden(
-        self, idx: Tensor, start: int = 0, docs: Maybe = None, memory: Maybe = None, memory_docs: Maybe = None,
-        starts: Maybe = None, memory_starts: Maybe = None, stack: Stack | None = None,
+        self, idx: Tensor, start: int = 0, docs: Tensors | None = None, memory: Maybe = None,
+        memory_docs: Tensors | None = None, stack: Stack | None = None,
     ) -> Tensor:  # fmt: skip
         """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
-        the cross-attention, (B, T, C)."""
+        the cross-attention, (B, T, C). docs and memory_docs as in a Mask."""
         stack = stack or self
         x, t = self.embed(idx, start, docs)
-        own = documents(docs, docs, starts, starts)
-        of_memory = None
-        if memory is not None:
-            of_memory = documents(docs, memory_docs, starts, memory_starts)
-        return stack.through_blocks(x, Inputs(stack.table(t, x), own, memory, of_memory))
+        return stack.through_blocks(x, Inputs(stack.table(t, x), docs, memory, memory_docs))
 
-    def embed(self, idx: Tensor, start: int, docs: Maybe = None) -> tuple[Tensor, Tensor]:
-        """idx (B, T), whose first token has position `start`, docs (B, T) -> the stream (B, T, C), positions (T,)."""
+    def embed(self, idx: Tensor, start: int, docs: Tensors | None = None) -> Tensors:
+        """idx (B, T), whose first token has position `start` -> the stream (B, T, C), positions (T,)."""
         cfg = self.cfg
         T = idx.size(1)
         if T > cfg.block_size:
@@ -1204,8 +1205,8 @@ class Model(Stack):
         t = self.place(torch.arange(start, start + T, device=idx.device))
         place = t
         if docs is not None and cfg.doc_positions:
-            docs = docs.contiguous()
-            place = t - torch.searchsorted(docs, docs[:, t])  # (B, T), counted from the first token of the document
+            numbers = docs[0].contiguous()  # (B, T)
+            place = t - torch.searchsorted(numbers, numbers[:, t])  # (B, T), from the first token of the document
         x = self.wte(idx)
         if cfg.embed_scale != 1:
             x = x * cfg.embed_scale
@@ -1218,8 +1219,9 @@ class Model(Stack):
 
     def head_weight(self) -> Tensor:
         """The head's weight (V, C), without its padding rows."""
-        weight, V = self.head.weight, self.cfg.vocab_size
-        return weight if len(weight) == V else weight[:V]
+        if self.cfg.vocab_rows == self.cfg.vocab_size:
+            return self.head.weight
+        return self.head.weight[: self.cfg.vocab_size]
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
@@ -1236,8 +1238,9 @@ class Model(Stack):
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:
         """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
-        n = (targets >= 0).sum().clamp(min=1) if self.n_targets is None else self.n_targets
-        return total / n
+        if self.n_targets is not None:
+            return total / self.n_targets
+        return total / (targets >= 0).sum().clamp(min=1)
 
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
@@ -1248,7 +1251,7 @@ class Model(Stack):
         return [m for m in self.modules() if isinstance(m, Experts)]
 
 
-def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> tuple[Tensor, ...] | None:
+def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> Tensors | None:
     """Mask.docs for the document numbers of queries (B, T) and keys (B, S), and the first tokens of documents, if
     known. None without documents."""
     if queries is None and keys is None:
@@ -1261,7 +1264,9 @@ def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> 
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
     """The dtype of a residual stream that begins with x."""
     narrow = ops.matmul_dtype(x)
-    return x.dtype if ops.wide_stream(cfg.fp32_residual, x.device, narrow) else narrow
+    if ops.wide_stream(cfg.fp32_residual, x.device, narrow):
+        return x.dtype
+    return narrow
 
 
 def try_flags(cfg: ModelConfig):

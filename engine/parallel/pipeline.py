@@ -103,7 +103,7 @@ class Chunk(nn.Module):
         with self.autocast():
             return part(x, **batch)
 
-    def embed(self, x: Tensor, start: int, docs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def embed(self, x: Tensor, start: int, docs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:
         return x, self.model.place(torch.arange(start, start + x.size(1) * self.slices, device=x.device))
 
 

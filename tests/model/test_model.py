@@ -749,7 +749,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     weights |= {n.removeprefix("encoder."): p for n, p in both.state_dict().items() if n.startswith("encoder.")}
     alone.load_state_dict(weights)
     source = tokens(2, T)
-    for docs in (None, DOCS):
+    for docs in (None, (DOCS, DOCS)):
         assert torch.allclose(both.encode(source, docs), alone.hidden(source, docs=docs), atol=1e-12)
 
 
