@@ -2,6 +2,7 @@
 the model share."""
 
 import math
+from typing import Literal, get_args, get_origin
 
 import torch
 
@@ -14,6 +15,13 @@ T, S = TINY["block_size"], 11  # of a text and of a source
 # The second row ends in one that might be padding
 DOCS = torch.tensor([[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3])
 SOURCE_DOCS = torch.tensor([[0] * 3 + [4] * 8, [0] * 6 + [1] * 4 + [2]])
+
+
+def choices(kind) -> list:
+    """The values of a Literal, a bool, or a union of them; none of a number or a text."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
 
 
 def build(dtype=torch.float64, **flags) -> Model:

@@ -5,8 +5,8 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from models import TINY
-from test_model import GRID, USUAL, changes, choices, numbers, refused
+from models import TINY, choices
+from test_model import GRID, USUAL, changes, numbers, refused
 
 import model as M
 from flags import documented

@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from models import (
     beside,
     build,
     check_decoding,
+    choices,
     decoded,
     jitter,
     spy_on_kernels,
@@ -51,13 +52,6 @@ TABLES = {  # every axis of the model: flag -> its values, read from the tables 
 
 
 USUAL = {field.name: field.default for field in fields(ModelConfig)}
-
-
-def choices(kind) -> list:
-    """The values of a Literal, a bool, or a union of them; none of a number or a text."""
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
 
 
 def numbers(flags: dict) -> dict[str, list]:
