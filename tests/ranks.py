@@ -91,6 +91,8 @@ def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: t
     os.environ |= {name: str(value) for name, value in (place | where).items()}
     torch.set_num_threads(1)
     os.fsync = os.fstat
+    join = dist.init_process_group  # once for all runs of this process
+    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
     work(*args)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -178,8 +180,6 @@ def train_runs(all_flags: list[list[str]], saved: bool = True):
     if not saved:
         train.Run.save = lambda run, *args, **kwargs: run.cfg.save_interval and save(run, *args, **kwargs)
 
-    join = dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
     train.leave = lambda: None
     for flags in all_flags:
         train_main(flags)

@@ -385,6 +385,13 @@ class Sent(TorchDispatchMode):
         return f(*args, **(kwargs or {}))
 
 
+def step(rank: ShardedModel, micro_steps: int = 1):
+    """A step on four texts, the same in all micro-steps."""
+    text = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(rank.ranks.data_rank))
+    batch = {"idx": text[:, :-1], "targets": text[:, 1:]}
+    rank.backward(iter([batch] * micro_steps), micro_steps, torch.amp.GradScaler("cpu", enabled=False))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -396,11 +403,8 @@ def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(pretende
     cfg = parse(Config, [*TINY, *SIZES, *FSDP, *flags, "--gradient_accumulation_steps=8"])
     replica, shards = ShardedModel(cfg, join(cfg)), 4 // replicas
     replica.init_weights(cfg.seed)
-    text = torch.randint(257, (4, 17))
     with Sent() as sent:
-        replica.backward(
-            iter([{"idx": text[:, :-1], "targets": text[:, 1:]}] * 2), 2, torch.amp.GradScaler("cpu", enabled=False)
-        )
+        step(replica, 2)
     units = [("blocks.0.",), *([("wte",), ("norm", "head"), ("pos",)] if not tied else [("wte", "pos", "norm")])]
     of_block, *of_others = (
         sum(-(-len(p) // shards) * p[0].numel() for name, p in Model(cfg).named_parameters() if name.startswith(unit))
@@ -421,11 +425,9 @@ def test_tensor_parallel_ranks_send_the_stream_in_its_dtype(pretended, block, wi
     """The embedding's, and sums with gains in float32; the results of readers without gains are in bfloat16 anyway."""
     flags = ["--tp=4", "--n_head=4", "--dtype=bfloat16", f"--fp32_residual={wide}", "--vocab_size=260", *TWO]
     cfg = parse(Config, [*TINY, *flags, f"--block={block}", "--pos=none"])
-    rank, text = ShardedModel(cfg, join(cfg)), torch.randint(257, (4, 17))
+    rank = ShardedModel(cfg, join(cfg))
     with Sent() as sent:
-        rank.backward(
-            iter([{"idx": text[:, :-1], "targets": text[:, 1:]}]), 1, torch.amp.GradScaler("cpu", enabled=False)
-        )
+        step(rank)
     dtypes = Counter()
     for (name, dtype, n), times in sent.seen.items():
         dtypes[dtype] += times * (name == "reduce_scatter_tensor" and n == 4 * 16 * 16)  # of the whole stream
@@ -472,71 +474,31 @@ def test_the_loss_of_slices_is_that_of_whole_rows(tmp_path):
                 assert not both[:, -1].any()
 
 
-UNTIED = ["--block=simplified", "--tie_weights=False", "--vocab_size=257", "--learning_rate=1e-4", "--min_lr=0"]
+def gains_of_fsdp(file: Path):
+    """(dtype, value) of a block's gain and of a head's, in bfloat16 before and after a step whose rate is tiny."""
+    flags = ["--block=simplified", "--dtype=bfloat16", "--vocab_size=257", "--learning_rate=1e-4", "--min_lr=0"]
+    cfg = parse(Config, [*TINY, *flags, *TWO, *FSDP])
+    rank = ShardedModel(cfg, join(cfg))
+    rank.init_weights(cfg.seed)
+    optimizer = optim.build(rank.model, cfg, rank)
+    attn, mlp = rank.model.blocks[0].sums
+    gains = []
+    mlp.skip.register_forward_pre_hook(
+        lambda *_: gains.append([(x.dtype, x[0].item()) for x in (mlp.skip.weight, attn.attn.alpha)])
+    )
+    for _ in range(2):
+        step(rank)
+        optimizer.step()
+        rank.model.zero_grad(set_to_none=True)
+    torch.save(gains, f"{file}.{dist.get_rank()}")
 
 
-def text_of(rank: int) -> dict[str, torch.Tensor]:
-    text = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(rank))
-    return {"idx": text[:, :-1], "targets": text[:, 1:]}
-
-
-def fsdp_steps(file: Path):
-    """Loss, norm and gradients of one step, in three dtypes; of a block's gain and of a head's also values and dtypes,
-    before and after the step, whose rate is tiny."""
-    found, join = {}, dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
-    for dtype in ("float64", "float32", "bfloat16"):
-        torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
-        cfg = parse(Config, [*TINY, *UNTIED, *TWO, *FSDP, f"--dtype={dtype.replace('64', '32')}"])
-        rank, gains = ShardedModel(cfg, parallel.join(cfg)), []
-        rank.init_weights(cfg.seed)
-        optimizer = optim.build(rank.model, cfg, rank)
-        attn, mlp = rank.model.blocks[0].sums
-        mlp.skip.register_forward_pre_hook(
-            lambda *_, g=gains, m=mlp, a=attn: g.append([(x.dtype, x[0].item()) for x in (m.skip.weight, a.attn.alpha)])
-        )
-        for step in range(2):
-            batches, scaler = iter([text_of(dist.get_rank())]), torch.amp.GradScaler("cpu", enabled=False)
-            loss = rank.mean(rank.backward(batches, 1, scaler))
-            if step == 0:
-                norm, named = rank.clip(0.0).item(), rank.model.named_parameters()
-                grads = {k: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for k, p in named}
-                found[dtype] = {"loss": loss, "norm": norm, "grads": grads, "gains": gains}
-            optimizer.step()
-            rank.model.zero_grad(set_to_none=True)
-    torch.save(found, f"{file}.{dist.get_rank()}")
-
-
-def test_units_and_gains_of_fsdp(tmp_path):
-    """A step on two ranks is that of one process. In bfloat16, gains move by less than a number in bfloat16 can."""
-    launch(2, fsdp_steps, tmp_path, tmp_path / "found")
-    first, second = (torch.load(tmp_path / f"found.{rank}") for rank in range(2))
-    alone = {}
-    for dtype in ("float64", "float32", "bfloat16"):
-        cfg = parse(Config, [*TINY, *UNTIED, f"--dtype={dtype.replace('64', '32')}"])
-        torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
-        lm = Model(cfg, cfg.seed)
-        torch.set_default_dtype(torch.float32)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = (lm(**text_of(0)) + lm(**text_of(1))) / 2
-        loss.backward()
-        alone[dtype] = {name: p.grad for name, p in lm.named_parameters()}
-        if dtype == "float64":
-            assert first[dtype]["loss"] == pytest.approx(loss.item(), rel=1e-9)
-            norm = torch.cat([grad.flatten() for grad in alone[dtype].values()]).norm().item()
-            assert first[dtype]["norm"] == second[dtype]["norm"] == pytest.approx(norm, rel=1e-9)
-    for name, exact in alone["float64"].items():
-        for dtype in alone:
-            assert torch.equal(*(run[dtype]["grads"][name] for run in (first, second))), name
-        torch.testing.assert_close(first["float64"]["grads"][name], exact, rtol=1e-9, atol=1e-12, msg=name)
-    both = {kind: (first[kind]["grads"], alone[kind]) for kind in alone}
-    flat = {
-        kind: [torch.cat([x[name].double().flatten() for name in alone[kind]]) for x in both[kind]] for kind in both
-    }
-    error, usual = (torch.dist(x, flat["float64"][1]) for x in flat["float32"])
-    assert error < 10 * usual
-    assert_rounds_alike(*flat["bfloat16"], flat["float64"][1], "the gradient")
-    for (kind, before), (same, after) in zip(*first["bfloat16"]["gains"], strict=True):
+def test_fsdp_keeps_gains_in_float32(tmp_path):
+    """In bfloat16, they move by less than a number in bfloat16 can, and alike on both ranks."""
+    launch(2, gains_of_fsdp, tmp_path, tmp_path / "gains")
+    gains, others = (torch.load(tmp_path / f"gains.{rank}") for rank in range(2))
+    assert gains == others
+    for (kind, before), (same, after) in zip(*gains, strict=True):
         assert kind == same == torch.float32
         assert before == 1.0 and 0.5e-4 < abs(after - 1.0) < 2e-4
 
@@ -708,7 +670,8 @@ def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path, monkeypatch)
 
 
 KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
-
+OF_RESUMED = dict.fromkeys(("fsdp", "cp", "pp"), ["--dropout=0.1"])
+OF_RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS], "chunks": ["--dropout=0.1", "--n_layer=4"]}
 
 MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # their parts are resumed on two ranks
 
@@ -717,16 +680,9 @@ MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # thei
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = {}
     for name in layouts:
-        dropout = "--dropout=0.1" if name in ("fsdp", "cp", "pp", "ep", "chunks") else "--bias=True"
-        runs[name] = [
-            *(EXPERTS if name == "ep" else ["--n_layer=4"] if name == "chunks" else []),
-            *SIZES,
-            *HALVES,
-            *(TWO if "fsdp" not in name else []),
-            *(LAYOUTS | KEPT)[name][1],
-            *MUON,
-            dropout,
-        ]
+        runs[name] = [*SIZES, *HALVES, *MUON, *(LAYOUTS | KEPT)[name][1], *OF_RESUMED.get(name, ["--bias=True"])]
+        if "fsdp" not in name:
+            runs[name] += TWO
     folder = many(processes, *runs.items())
     for name in layouts:
         forget_the_end(folder / name, folder / f"{name}, again")
@@ -741,8 +697,7 @@ def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
 
 def count(models: dict[str, dict], result: Path):
     """Per name the bytes that rank 0 holds, those of all parameters, and with tp the collectives of a step."""
-    found, join = {}, dist.init_process_group
-    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    found = {}
     originals = {name: getattr(tensor_parallel, name) for name in ("all_gather", "reduce_scatter")}
 
     def counting(name, *args, **kwargs):
@@ -763,9 +718,7 @@ def count(models: dict[str, dict], result: Path):
         tensors = [*model.parameters(), *(t for t in states if t.dim())]
         held, calls = sum(local(t).untyped_storage().nbytes() for t in tensors), Counter()
         if cfg.tp > 1:
-            text = torch.randint(cfg.vocab_size, (2, cfg.block_size + 1))
-            batches = iter([{"idx": text[:, :-1], "targets": text[:, 1:]}])
-            replica.backward(batches, 1, torch.amp.GradScaler("cpu", enabled=False))
+            step(replica)
         found[each] = {"held": held, "whole": 4 * n_params, "calls": calls}
     if ranks.first:
         result.write_text(json.dumps(found))
@@ -782,7 +735,7 @@ def facts(tmp_path):
     return call
 
 
-SIZE = {"n_embd": 32, "n_head": 4, "block_size": 16, "vocab_size": 64}
+SIZE = {"n_embd": 32, "n_head": 4, "block_size": 16, "vocab_size": 257}
 
 
 def test_layers_of_a_superblock_need_half_of_the_collectives(facts):
