@@ -133,7 +133,8 @@ def evaluate_text(
     require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
     shorter = replace(flags, block_size=cfg.block_size or limit)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
-    memory.check_evaluation(cfg, flags, ranks)
+    need = memory.evaluation_need(flags, cfg.batch_size, ranks.device, ranks.size)
+    memory.check(cfg, need, ranks.device)
     sharded = found.load(flags, ranks)
     loss = mean_loss(sharded, part.batches, part.token_bytes)
     figures = {

@@ -123,7 +123,9 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
 def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, Tokenizer]:
     """The path of the model that out_dir names, the model in evaluation mode, and its tokenizer."""
     dtype = resolve_dtype(cfg.dtype, device)
-    return weights.alone(cfg.out_dir, device, dtype, lambda flags: memory.check_sampling(cfg, flags, device))
+    return weights.alone(
+        cfg.out_dir, device, dtype, lambda flags: memory.check(cfg, memory.sampling_need(cfg, flags), device)
+    )
 
 
 def limit_threads(cfg: SampleConfig, model: Model):

@@ -176,7 +176,7 @@ class Run:
             machine += ", deterministic"
         if self.ranks.compile:
             machine += ", compiled"
-        tokens = work.samples_per_step * cfg.block_size
+        tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
         data = f"{tokens:,} tokens per step from {self.loader.stream.name}, {self.loader.n_windows:,} windows"
         self.metrics.say(f"{parameters}; {data}; {machine}; attention: {work.attention_kernels}")
         notes = [*self.changes, optim.rescheduled(self.step, cfg, self.stored_flags), self.evaluation.why_no_bytes]
@@ -300,7 +300,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     if cfg.fp8:
         fp8.check(cfg, lengths, ranks.device)
     peak = peak_flops(ranks.device, ranks.dtype)
-    work = accounting.count_work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
+    work = accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
     return compilation.settle(cfg, ranks), work
 
 

@@ -181,7 +181,10 @@ def main(argv: list[str] | None = None):
             require_matplotlib()
         device = resolve_device(cfg.device)
         path, model, tokenizer = weights.alone(
-            cfg.out_dir, device, torch.float32, lambda flags: memory.check_weights(cfg, flags, device)
+            cfg.out_dir,
+            device,
+            torch.float32,
+            lambda flags: memory.check(cfg, {"weights": memory.weights(flags)}, device),
         )
         idx = torch.tensor(prompt_ids(tokenizer, read_prompt(cfg.start)), device=device)
         source = None

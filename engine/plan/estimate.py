@@ -1,4 +1,4 @@
-"""Estimates what one rank of a run takes and sends. --plan and the refusal of runs that cannot fit read it.
+"""Estimates what one rank of a run takes and sends, for --plan.
 
 What blocks take and send is measured on fake tensors. The rest are formulas, which round up: FSDP is taken to gather
 what is in no block in float32, and a rank of a pipeline to have both ends of the model and the last layers, as many as
@@ -7,10 +7,13 @@ the first rank has. Scalars, token ids and what ranks exchange in the loss are n
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ops
@@ -20,57 +23,42 @@ from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, state_bytes
 from engine.parallel import context, expert, ranks, stages, tensor
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import load_biases
-from engine.plan.measure import Cost, block_costs
+from engine.plan.accounting import skeleton
+from engine.plan.measure import block_costs
 from model import Block, ExpertLinear, Heads, Model
 
 STATES = ("parameters", "gradients", "optimizer state")  # in float32; they stay from step to step
 CUT = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel, "ep": expert.apply_expert_parallel}
-
-
-def compiled(cfg, device: torch.device) -> bool:
-    """Whether the run will be compiled."""
-    return cfg.compile is True or cfg.compile == "auto" and device.type == "cuda"
+GPU = torch.device("cuda")
 
 
 class Rank:
-    """The rank that has most to do in a run of `size` ranks. It needs no other rank.
+    """The rank that has most to do in a run of cfg.world_size GPUs. It needs no other rank.
 
     memory      bytes by kind; total has those on the device at the worst moment, host those on the host
     traffic     kind of group -> bytes that the rank sends in a step to ranks of this group
     groups      kind of group -> (number of ranks, distance between consecutive ranks)
     """
 
-    def __init__(self, cfg, device: torch.device, size: int):
+    def __init__(self, cfg):
         self.cfg = cfg = copy.copy(cfg)
-        self.device = device
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-        self.fsdp = cfg.parallel == "fsdp" and size > 1
-        cfg.world_size = size
-        cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, device, self.dtype)
-        ranks.check_layout(cfg, size)
-        data = ranks.data_ranks(cfg, size)
-        self.micro_steps = cfg.gradient_accumulation_steps // data
+        cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, GPU, self.dtype)
+        ranks.check_scaler(cfg, cfg.world_size, self.dtype)
+        ranks.check_layout(cfg, cfg.world_size)
+        self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
+        self.groups = groups(cfg)
+        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_ranks(cfg, cfg.world_size)
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
         self.lengths = objective_class(cfg)(*objective).lengths
         width = 4 if cfg.fp32_residual else self.dtype.itemsize
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
-        shards = data * cfg.cp // ranks.replicas(cfg)
-        self.groups = {
-            "tp": (cfg.tp, 1),
-            "cp": (cfg.cp, cfg.tp),
-            "ep": (cfg.ep, cfg.tp),
-            "experts": (shards // cfg.ep, cfg.ep * cfg.tp),
-            cfg.parallel: (shards, cfg.tp),
-            "hsdp": (ranks.replicas(cfg), shards * cfg.tp),
-            "muon": (size // cfg.pp, 1),
-            "pp": (cfg.pp, size // cfg.pp),
-        }
-        with torch.device("meta"):
-            model = Model(cfg)
         self.n_layer = sum(map(len, stages.layers(cfg.n_layer, 0, cfg.pp, cfg.pp_chunks)))
+        model = skeleton(cfg)
         self.traffic = Counter()
         self.count_weights(model)
-        costs = self.measure(model)
+        with as_in_training(model, cfg, self.lengths):
+            costs = block_costs(model, cfg, self.lengths, self.dtype, self.dtype if self.fsdp else torch.float32)
         self.blocks = costs[: -cfg.n_layer] + costs[-self.n_layer :]  # those of the encoder are first
         self.send()
         self.take_memory()
@@ -79,45 +67,50 @@ class Rank:
         """Count the weights, and what data-parallel ranks send of them and of their gradients."""
         cfg = self.cfg
         optimizer = OPTIMIZER[cfg.optimizer]
-        hidden = hidden_matrices(model) if optimizer.muon else {}
-        trained_by = dict.fromkeys(hidden, Muon) | dict.fromkeys(load_biases(model), Balance)
-        elsewhere = tuple(f"blocks.{layer}." for layer in range(cfg.n_layer - self.n_layer))
+        trained_by = dict.fromkeys(load_biases(model), Balance)
+        if optimizer.muon:
+            trained_by |= dict.fromkeys(hidden_matrices(model), Muon)
         self.held = Counter()  # numbers in this rank's shard, by optimizer
         self.gathered = Counter()  # numbers in all shards, by block; "" has what is in none
         self.state = 0  # bytes of the optimizer's state
         self.owned = 0.0  # numbers that Muon orthogonalises here,
         self.muon_flops = 0.0  # and the FLOPs for it
+        elsewhere = tuple(f"blocks.{layer}." for layer in range(cfg.n_layer - self.n_layer))
         for name, p in model.named_parameters():
-            if name.startswith(elsewhere):
-                continue
-            block = name.partition(".sums.")[0] if "blocks." in name else ""
-            group = cfg.parallel
-            rows = len(p)
-            if cfg.ep > 1 and isinstance(model.get_submodule(name.rpartition(".")[0]), ExpertLinear):
-                group = "experts"
-                rows //= cfg.ep
-            n = rows * (p.numel() // len(p))
-            if cfg.tp > 1 and tensor.sharded_dim(model, name) is not None:
-                n //= cfg.tp
-            else:
-                self.traffic["tp"] += self.all_reduce("tp", n)
-            held = n
-            if self.fsdp:  # which cuts between rows
-                held = -(-rows // self.groups[group][0]) * n // rows
-            kind = trained_by.get(p, optimizer.rest)
-            self.held[kind] += held
-            self.gathered[block] += n
-            self.state += state_bytes(kind, held) + 4 * held * (cfg.ema_decay > 0)
-            if kind is Muon:
-                owned = p.numel() / self.groups["muon"][0]
-                self.owned += owned
-                self.muon_flops += 30 * min(p.shape[-2:]) * owned
-            self.traffic[group] += self.sent_of(block, group, held)
-            self.traffic["hsdp"] += self.all_reduce("hsdp", held)
+            if not name.startswith(elsewhere):
+                self.count_weight(model, name, p, trained_by.get(p, optimizer.rest))
 
-    def all_reduce(self, kind: str, numbers: int) -> float:
-        """Bytes that a rank sends in an all-reduce of gradients over the group of this kind."""
-        n, _ = self.groups[kind]
+    def count_weight(self, model: Model, name: str, p: nn.Parameter, optimizer: type):
+        cfg = self.cfg
+        group = cfg.parallel
+        rows = len(p)
+        if cfg.ep > 1 and isinstance(model.get_submodule(name.rpartition(".")[0]), ExpertLinear):
+            group = "experts"
+            rows //= cfg.ep
+        n = rows * (p.numel() // len(p))
+        if cfg.tp > 1 and tensor.sharded_dim(model, name) is not None:
+            n //= cfg.tp
+        else:
+            self.traffic["tp"] += self.all_reduce("tp", n)
+        held = n
+        if self.fsdp:  # which cuts between rows
+            held = -(-rows // self.groups[group][0]) * n // rows
+        block = name.partition(".sums.")[0] if "blocks." in name else ""
+        self.held[optimizer] += held
+        self.gathered[block] += n
+        self.state += state_bytes(optimizer, held)
+        if cfg.ema_decay:
+            self.state += 4 * held
+        if optimizer is Muon:
+            owned = p.numel() / self.groups["muon"][0]
+            self.owned += owned
+            self.muon_flops += 30 * min(p.shape[-2:]) * owned
+        self.traffic[group] += self.sent_of(block, group, held)
+        self.traffic["hsdp"] += self.all_reduce("hsdp", held)
+
+    def all_reduce(self, group: str, numbers: int) -> float:
+        """Bytes that a rank sends in an all-reduce of gradients."""
+        n, _ = self.groups[group]
         return 2 * (n - 1) / n * 4 * numbers
 
     def sent_of(self, block: str, group: str, held: int) -> float:
@@ -126,55 +119,44 @@ class Rank:
         cfg = self.cfg
         if not self.fsdp:
             return self.all_reduce(group, held)
-        steps = 1 if cfg.pp > 1 else self.micro_steps
-        reductions = steps if cfg.fsdp_reshard else 1
-        gathers = steps
-        if block and cfg.fsdp_reshard:
-            gathers = self.micro_steps + (cfg.pp - 1 if cfg.pp > 1 else steps)
-        width = self.dtype.itemsize if block else 4
+        gathers = 1 if cfg.pp > 1 else self.micro_steps
+        reductions = gathers if cfg.fsdp_reshard else 1
+        width = 4
+        if block:
+            width = self.dtype.itemsize
+            if cfg.fsdp_reshard:
+                gathers = self.micro_steps + cfg.pp - 1 if cfg.pp > 1 else 2 * self.micro_steps
         n, _ = self.groups[group]
         return (n - 1) * held * (width * gathers + 4 * reductions)
 
-    def measure(self, model: Model) -> list[Cost]:
-        """Cut the model as in training, among ranks that do not exist, and measure its blocks."""
+    def send(self):
+        """Count what ranks send of activations and of Muon's updates."""
         cfg = self.cfg
-        takes_flash = ops.takes_flash
-        ops.takes_flash = lambda _, *given: takes_flash(self.device.type, *given)  # fake tensors are on the CPU
-        n = max(cfg.tp, cfg.cp, cfg.ep)
-        if n > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
-        try:
-            for kind, cut in CUT.items():
-                if self.groups[kind][0] > 1:
-                    cut(model, dist.new_group([*range(self.groups[kind][0])], group_desc=kind))
-            if cfg.fp8:
-                fp8.check(cfg, self.lengths)
-                fp8.apply(model)
-            for m in model.modules():
-                if isinstance(m, Block) and cfg.activation_checkpoint != "none":
-                    recompute(m, cfg.activation_checkpoint)
-                if isinstance(m, Heads) and self.device.type == "cuda":
-                    m.dropout = 0.0  # of which a GPU's kernels keep no mask
-            return block_costs(model, cfg, self.lengths, self.dtype)
-        finally:
-            ops.takes_flash = takes_flash
-            if n > 1:
-                dist.destroy_process_group()
+        for cost in self.blocks:
+            self.traffic.update({kind: n * self.micro_steps for kind, n in cost.sent.items()})
+        # there and back: the embeddings, what the decoder reads of the encoder, and the loss
+        self.traffic["tp"] += 4 * self.micro_steps * (cfg.tp - 1) * sum(self.streams)
+        if cfg.pp > 1:  # as a rank in the middle
+            self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
+        n, _ = self.groups["muon"]
+        self.traffic["muon"] = self.dtype.itemsize * (self.held[Muon] + self.owned) * (n - 1) / n
 
     def take_memory(self):
         cfg = self.cfg
         size = self.dtype.itemsize
         parameters = 4 * self.held.total()
         states = 2 * parameters + self.state
-        steps = (1 if forward else -1 for _, forward in stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps))
+        self.memory = dict(zip(STATES, (parameters, parameters, self.state), strict=True)) | self.copies()
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
         kept += sum(cost.kept for cost in self.blocks) // cfg.pp_chunks
-        backward = max(cost.backward for cost in self.blocks)
-        self.memory = dict(zip(STATES, (parameters, parameters, self.state), strict=True)) | self.copies()
-        self.memory["activations"] = kept * max(accumulate(steps))  # of all passes in flight
+        passes = stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps)
+        in_flight = accumulate(1 if forward else -1 for _, forward in passes)
+        self.memory["activations"] = kept * max(in_flight)
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
+        backward = max(cost.backward for cost in self.blocks)
         most = sum(self.memory.values()) + max(self.loss(), backward)
-        update = (4 + 2 * size) * self.held[Muon] + size * int(self.owned) + 16 * min(int(self.owned), Muon.LARGEST)
+        owned = int(self.owned)
+        update = (4 + 2 * size) * self.held[Muon] + size * owned + 16 * min(owned, Muon.LARGEST)
         self.memory |= {"logits and loss": self.loss(), "backward of a block": backward, "update by Muon": update}
         self.host = states if self.fsdp and cfg.fsdp_offload else 0
         self.total = max(most, states + update) - self.host
@@ -186,7 +168,7 @@ class Rank:
         size = self.dtype.itemsize
         blocks = [n for block, n in self.gathered.items() if block]
         if not self.fsdp:
-            return {"weights cast by autocast": size * sum(blocks) * (size < 4)}
+            return {"weights cast by autocast": size * sum(blocks) if size < 4 else 0}
         rest = 4 * self.gathered[""]
         gathered = 2 * size * max(blocks)
         gradients = (size + 4) * max(blocks)
@@ -203,21 +185,55 @@ class Rank:
         size = self.dtype.itemsize
         vocab = cfg.vocab_rows // cfg.tp
         tokens = cfg.batch_size * self.lengths[0] // cfg.cp
-        rows = ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, self.device))
-        of_head = 4 + size * (size < 4)
+        rows = ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, GPU))
+        of_weight = 4
         of_logit = 2 * size
-        if not compiled(cfg, self.device):
-            of_logit += 8 * (size < 4) + 8 * (cfg.logit_softcap > 0)
-        return 3 * cfg.tp * self.streams[0] + vocab * (cfg.n_embd * of_head + rows * of_logit)
+        if size < 4:
+            of_weight += size
+        if size < 4 and not cfg.compile:
+            of_logit += 8
+        if cfg.logit_softcap > 0 and not cfg.compile:
+            of_logit += 8
+        return 3 * cfg.tp * self.streams[0] + vocab * (cfg.n_embd * of_weight + rows * of_logit)
 
-    def send(self):
-        """Count what ranks send of activations and of Muon's updates."""
-        cfg = self.cfg
-        for cost in self.blocks:
-            self.traffic.update({kind: n * self.micro_steps for kind, n in cost.sent.items()})
-        # there and back: the embeddings, what the decoder reads of the encoder, and the loss
-        self.traffic["tp"] += 4 * self.micro_steps * (cfg.tp - 1) * sum(self.streams)
-        if cfg.pp > 1:  # as a rank in the middle
-            self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
-        n, _ = self.groups["muon"]
-        self.traffic["muon"] = self.dtype.itemsize * (self.held[Muon] + self.owned) * (n - 1) / n
+
+def groups(cfg) -> dict[str, tuple[int, int]]:
+    """Kind of group -> (number of ranks, distance between consecutive ranks)."""
+    data = ranks.data_ranks(cfg, cfg.world_size)
+    copies = ranks.replicas(cfg)
+    shards = data * cfg.cp // copies
+    return {
+        "tp": (cfg.tp, 1),
+        "cp": (cfg.cp, cfg.tp),
+        "ep": (cfg.ep, cfg.tp),
+        "experts": (shards // cfg.ep, cfg.ep * cfg.tp),
+        cfg.parallel: (shards, cfg.tp),
+        "hsdp": (copies, shards * cfg.tp),
+        "muon": (cfg.world_size // cfg.pp, 1),
+        "pp": (cfg.pp, cfg.world_size // cfg.pp),
+    }
+
+
+@contextmanager
+def as_in_training(model: Model, cfg, lengths: tuple[int, int]) -> Iterator[None]:
+    """The model cut and changed in place as in training on GPUs, among ranks that do not exist."""
+    takes_flash = ops.takes_flash
+    ops.takes_flash = lambda _, *given: takes_flash("cuda", *given)  # fake tensors are on the CPU
+    sizes = {"tp": cfg.tp, "cp": cfg.cp, "ep": cfg.ep}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(sizes.values()))
+    try:
+        for kind, n in sizes.items():
+            if n > 1:
+                CUT[kind](model, dist.new_group([*range(n)], group_desc=kind))
+        if cfg.fp8:
+            fp8.check(cfg, lengths)
+            fp8.apply(model)
+        for m in model.modules():
+            if isinstance(m, Block) and cfg.activation_checkpoint != "none":
+                recompute(m, cfg.activation_checkpoint)
+            if isinstance(m, Heads):
+                m.dropout = 0.0  # of which a GPU's kernels keep no mask
+        yield
+    finally:
+        ops.takes_flash = takes_flash
+        dist.destroy_process_group()

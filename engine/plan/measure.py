@@ -51,9 +51,10 @@ class Trace(TorchDispatchMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         if "c10d" in namespace:
-            self.send(2 if name == "allreduce_" else 1, args)
+            self.send(name, args)
         given = storages((args, kwargs))
-        if not (func is torch.ops.aten._to_copy.default and given <= self.weights):
+        of_weight = func is torch.ops.aten._to_copy.default and given <= self.weights
+        if not of_weight:
             for storage in storages(out) - given:
                 self.allocate(storage.nbytes())
                 weakref.finalize(storage, self.allocate, -storage.nbytes())
@@ -63,11 +64,13 @@ class Trace(TorchDispatchMode):
         self.live += self.ratio * n
         self.peak = max(self.peak, self.live)
 
-    def send(self, passes: int, args: tuple):
+    def send(self, name: str, args: tuple):
+        n = self.ratio * max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+        if name == "allreduce_":
+            n *= 2
         boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
         group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_group(args[-1])
-        full = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
-        self.sent[group.group_desc] += self.ratio * passes * full * (group.size() - 1) / group.size()
+        self.sent[group.group_desc] += n * (group.size() - 1) / group.size()
 
 
 def storages(tree) -> set[torch.UntypedStorage]:
@@ -75,10 +78,11 @@ def storages(tree) -> set[torch.UntypedStorage]:
     return {t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)}
 
 
-def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype) -> list[Cost]:
+def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype, gathered: torch.dtype) -> list[Cost]:
     """The costs of the blocks of the encoder, if there is one, then of the model, which is cut as in training, for a
-    micro-batch of texts and sources of these lengths. Documents are left out, as attention to them takes as much. Long
-    texts are taken to cost as much as several shorter ones, which is a little too much."""
+    micro-batch of texts and sources of these lengths. `gathered` is the dtype of the blocks' weights. Documents are
+    left out, as attention to them takes as much. Long texts are taken to cost as much as several shorter ones, which
+    is a little too much."""
     T, S = lengths
     ratio = 1
     while T > LONG and T % (4 * cfg.cp * cfg.tp) == S % (2 * cfg.tp) == 0:
@@ -92,6 +96,7 @@ def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype)
         readers = tuple((m.reader, getattr(m, "window", 0)) for m in block.modules() if isinstance(m, Heads | MLP))
         kind = x.shape, readers, *(p.shape for p in block.parameters())
         if kind not in known:
+            make_weights(block, gathered)
             with torch.enable_grad(), Trace(block, ratio) as trace:
                 y = forward(x.detach().requires_grad_(), inputs)
                 kept = trace.live
@@ -106,20 +111,20 @@ def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype)
     for block in [m for m in model.modules() if isinstance(m, Block)]:
         block.forward = partial(measured, block, block.forward)
     with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        make_weights(model, cfg, dtype)
+        make_weights(model, torch.float32)
+        model.tie()
         ids = torch.zeros(cfg.batch_size, max(T, S), dtype=torch.int64)
         model(ids[:, : T // cfg.cp], ids, source=ids[:, :S] if S else None)
     return costs
 
 
-def make_weights(model: Model, cfg, dtype: torch.dtype):
-    """Make fake tensors of the weights and gradients, which exist from the second micro-step on. FSDP gathers weights
-    of blocks in the dtype of matrix products."""
-    wide = {*kept_whole(model)}
-    for name, p in [*model.named_parameters()]:
+def make_weights(part: nn.Module, dtype: torch.dtype):
+    """Make fake tensors of the weights and gradients, which exist from the second micro-step on, but of those in the
+    part's blocks."""
+    wide = {*kept_whole(part)}
+    for name, p in [*part.named_parameters()]:
         layer, _, kind = name.rpartition(".")
-        gathered = cfg.parallel == "fsdp" and cfg.world_size > 1 and "blocks." in name and p not in wide
-        made = nn.Parameter(torch.empty(p.shape, dtype=dtype if gathered else torch.float32))
-        made.grad = torch.empty_like(made)
-        setattr(model.get_submodule(layer), kind, made)
-    model.tie()
+        if "blocks." not in layer:
+            made = nn.Parameter(torch.empty(p.shape, dtype=torch.float32 if p in wide else dtype))
+            made.grad = torch.empty_like(made)
+            setattr(part.get_submodule(layer), kind, made)

@@ -8,11 +8,8 @@ GB are 1e9 bytes, GiB are 2**30 bytes. The numbers below are assumptions, none o
 
 from typing import NamedTuple
 
-import torch
-
 from engine.device import gpu_peak
-from engine.parallel.ranks import check_scaler
-from engine.plan.accounting import count_work
+from engine.plan.accounting import Work
 from engine.plan.estimate import Rank
 
 
@@ -42,14 +39,14 @@ class Plan(Rank):
     """A rank, and the seconds that it takes for its traffic in a step, by kind, and for a step, by cause."""
 
     def __init__(self, cfg):
-        check_scaler(cfg, cfg.world_size, torch.float16 if cfg.dtype == "float16" else torch.bfloat16)
-        super().__init__(cfg, torch.device("cuda"), cfg.world_size)
+        super().__init__(cfg)
         self.peak = gpu_peak(cfg.gpu, self.dtype)
-        self.work = count_work(self.cfg, self.lengths, "cuda", self.dtype, self.peak * cfg.world_size)
+        self.work = Work(self.cfg, self.lengths, "cuda", self.dtype, self.peak * cfg.world_size)
+        self.samples = cfg.batch_size * cfg.gradient_accumulation_steps  # in a step
         self.sending = {kind: n / self.bandwidth(kind) for kind, n in self.traffic.items()}
         self.seconds = {cause: time for cause, time in self.step_time().items() if time > 0}
         self.step = sum(self.seconds.values())
-        self.mfu = self.work.flops_per_sample * self.work.samples_per_step / (self.work.peak_flops * self.step)
+        self.mfu = self.work.flops_per_sample * self.samples / (self.work.peak_flops * self.step)
 
     def bandwidth(self, kind: str) -> float:
         """Bytes per second that a rank can send to its group. Between nodes, all ring ranks of a node share their
@@ -92,7 +89,7 @@ def row(name: str, value: float, note: str = "") -> str:
 def report(plan: Plan) -> str:
     """The plan as tables to print."""
     cfg, work, gpu = plan.cfg, plan.work, GPU[plan.cfg.gpu]
-    tokens = work.samples_per_step * cfg.block_size
+    tokens = plan.samples * cfg.block_size
     lines = [
         f"{work.n_params:,} parameters, {work.flops_per_sample / cfg.block_size / 1e9:,.4g} GFLOP per token forward "
         f"and backward; attention: {work.attention_kernels}",
