@@ -335,4 +335,4 @@ def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
     monkeypatch.setattr("engine.plan.memory.process_memory", lambda ranks: 2**14)
     line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", "--batch_size=1"], capsys)
     assert line.startswith(f"error: out_dir='{runs / 'causal'}' (command line): needs at least 0.0 GiB, ")
-    assert line.endswith("; use a machine with more memory\n")
+    assert "; use a machine with more memory" in line
