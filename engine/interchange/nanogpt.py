@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from zipfile import is_zipfile
@@ -31,22 +30,18 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
         raise FileNotFoundError(f"no file {file}; {REMEDY}")
     try:
         # With mmap, the optimizer's two thirds of the file are never read. Files older than torch 1.6 have no mmap.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for example about quantized tensors, which are refused below
-            checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} is not loaded, as it holds more than tensors and plain values; {REMEDY}") from error
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
         raise ValueError(f"{file} is damaged or of another kind ({type(error).__name__}); {REMEDY}") from error
-    require(isinstance(checkpoint, dict), f"{file} is no nanoGPT checkpoint; {REMEDY}")
-    found = [checkpoint.get(name) for name in ("model_args", "model", "config")]
-    for value in found:
-        fact = "it lacks a dictionary model_args, model or config"
-        require(isinstance(value, dict), f"{file} is no nanoGPT checkpoint: {fact}; {REMEDY}")
-    model_args, model, config = found
+    match checkpoint:
+        case {"model_args": dict(model_args), "model": dict(model), "config": dict(config)}:
+            pass
+        case _:
+            fact = "it lacks a dictionary model_args, model or config"
+            raise ValueError(f"{file} is no nanoGPT checkpoint: {fact}; {REMEDY}")
     tensors = {str(name).removeprefix("_orig_mod."): x for name, x in model.items()}  # torch.compile's prefix
-    twice = f"{file} holds tensors with and without the prefix _orig_mod. of the same name"
-    require(len(tensors) == len(model), f"{twice}; {REMEDY}")
     return model_args, tensors, config
 
 
@@ -59,8 +54,7 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
         flags = {name: convert(ModelConfig, name, model_args.get(name), "model_args") for name in FLAGS}
         require("lm_head.weight" in state, "lm_head.weight is absent")
         for name, x in state.items():
-            fact = f"{name} is no dense tensor of floating-point numbers that the file holds"
-            require(dense(x), fact)
+            require(dense(x), f"{name} is no dense tensor of floating-point numbers that the file holds")
         try_flags(ModelConfig(**flags))
     except ValueError as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from None
