@@ -9,6 +9,7 @@ The table, which docs/compare.md describes, is printed and written to --out. The
 """
 
 import sys
+from itertools import chain
 
 from configurator import parse
 from data.errors import command, require, user_errors
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None):
         texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
         require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
         done = compare(options, texts)
-        return int(any(run.errors for settings in done.candidates for run in settings))
+        return int(any(run.errors for run in chain.from_iterable(done.candidates)))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,13 @@ class Run:
     "". options: a CompareConfig. `changed` has the flags that --match has set; results and errors are by seed."""
 
     def __init__(self, number: int, text: str, setting: str, options):
-        self.number, self.text, self.setting, self.options = number, text, setting, options
-        self.changed, self.results, self.errors = {}, {}, {}
+        self.number = number
+        self.text = text
+        self.setting = setting
+        self.options = options
+        self.changed: dict[str, int] = {}
+        self.results: dict[int, dict] = {}
+        self.errors: dict[int, str] = {}
         self.first_loss = math.inf  # with seed 1, by which a setting of the sweep is chosen
         self.own = words_of("run", text)
         self.args = words_of("common", options.common) + self.own
@@ -104,7 +109,8 @@ class Run:
 
     def match_steps(self, steps: float):
         """Set max_iters to the nearest integer, and the other flags of the schedule in proportion."""
-        old, new = self.cfg.max_iters, max(1, round(steps))
+        old = self.cfg.max_iters
+        new = max(1, round(steps))
         if new == old:
             return
         self.change("max_iters", new)
@@ -119,7 +125,8 @@ class Run:
 
     def arguments(self, seed: int) -> list[str]:
         """All arguments of a training. Those before the run's own are defaults, which flags in --run may replace."""
-        folder, steps = self.folder(seed), self.cfg.max_iters
+        folder = self.folder(seed)
+        steps = self.cfg.max_iters
         defaults = ["--keep_last=1", "--eval_interval=0"]
         defaults += [f"--save_interval={max(1, steps // 10)}", f"--log_interval={max(1, steps // 100)}"]
         start = "resume" if (folder / "latest").exists() else "scratch"

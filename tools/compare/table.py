@@ -25,15 +25,19 @@ def figure(values: list[float], digits: int, middle=fmean) -> str:
     """The mean, or the median, and the range; "-" if there are no values, or if one is None."""
     if not values or None in values:
         return "-"
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return f"{middle(values):.{digits}f}" + (f" ({low} to {high})" if low != high else "")
+    low = f"{min(values):.{digits}f}"
+    high = f"{max(values):.{digits}f}"
+    text = f"{middle(values):.{digits}f}"
+    if low != high:
+        text += f" ({low} to {high})"
+    return text
 
 
 def cells(run, first) -> list[str]:
     """The cells of a run.Run, in the order of HEADER. Differences and ratios are those to `first` with equal seeds."""
-    losses, bits, seconds = (
-        [each[key] for each in run.results.values()] for key in ("loss", "bits_per_byte", "seconds")
-    )
+    results = run.results.values()
+    losses = [each["loss"] for each in results]
+    bits = [each["bits_per_byte"] for each in results]
     pairs = [(run.results[seed], first.results[seed]) for seed in run.results if seed in first.results]
     same_task = all(getattr(run.cfg, name) == getattr(first.cfg, name) for name in TASK)
     compared = "-"
@@ -41,11 +45,11 @@ def cells(run, first) -> list[str]:
         mean, half = interval([mine["loss"] - other["loss"] for mine, other in pairs])
         compared = f"{mean:+.4f} (n = 1)" if math.isnan(half) else f"{mean:+.4f} ± {half:.4f} (n = {len(pairs)})"
     return [
-        f"{run.number}: `{run.shown}`",
+        f"{run.number}: `{run.shown}`".replace("|", "\\|"),
         f"{run.costs.parameters:,}",
         f"{run.costs.flops_per_token / 1e6:,.2f} M",
         f"{run.costs.tokens:,}",
-        figure(seconds, 1),
+        figure([each["seconds"] for each in results], 1),
         "failed (see below)" if run.errors and not losses else figure(losses, 4),
         figure(bits, 4),
         compared,
@@ -68,13 +72,18 @@ def sweep_notes(settings: list) -> list[str]:
 
 def error_notes(runs: list) -> list[str]:
     """The trainings that failed, of each run.Run."""
-    return [f"Run {run.number}, seed {seed} failed: {text}" for run in runs for seed, text in run.errors.items()]
+    notes = []
+    for run in runs:
+        notes += [f"Run {run.number}, seed {seed} failed: {text}" for seed, text in run.errors.items()]
+    return notes
 
 
 def aligned(lines: list[list[str]]) -> str:
     """A Markdown table, of which the first line is the header, with columns of equal width."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    rows = ([f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rule = ["-" * width for width in widths]
+    text = ""
+    for line in [lines[0], rule, *lines[1:]]:
+        padded = [f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)]
+        text += f"| {' | '.join(padded)} |\n"
+    return text

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +64,9 @@ class Comparison:
     def __init__(self, options: CompareConfig, texts: list[str]):
         self.options = options
         self.folder = Path(options.out).expanduser()
-        self.candidates = [[Run(n, text, s, options) for s in options.settings] for n, text in enumerate(texts, 1)]
+        self.candidates: list[list[Run]] = []  # of each --run, one for each setting of the sweep
+        for number, text in enumerate(texts, 1):
+            self.candidates.append([Run(number, text, setting, options) for setting in options.settings])
         self.firsts = [settings[0] for settings in self.candidates]  # each run with the first setting of the sweep
         self.running: set[Child] = set()
         code = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
@@ -122,10 +125,12 @@ class Comparison:
     def stages(self) -> Iterator[list[tuple[Run, int]]]:
         """Yields the trainings that are left to do and can be made together, as (run, seed). Those with seed 1 come
         first, as the other seeds take the best settings."""
-        first = [(run, 1) for setting in zip(*self.candidates, strict=True) for run in setting]
-        yield [(run, seed) for run, seed in first if run.load(seed)]
-        others = [(run, seed) for seed in range(2, self.options.seeds + 1) for run in self.runs]
-        yield [(run, seed) for run, seed in others if run.load(seed)]
+        by_setting = chain.from_iterable(zip(*self.candidates, strict=True))
+        yield [(run, 1) for run in by_setting if run.load(1)]
+        left = []
+        for seed in range(2, self.options.seeds + 1):
+            left += [(run, seed) for run in self.runs if run.load(seed)]
+        yield left
 
     def train(self):
         """Make the unfinished trainings, at most --jobs at a time."""
@@ -173,12 +178,13 @@ class Comparison:
             flags = " ".join(f"--{name}={value}" for name, value in run.changed.items())
             notes.append(f"Run {run.number}, --match={self.options.match}: {flags or 'no flag changes'}.")
         if self.options.sweep:
-            notes += [note for settings in self.candidates for note in sweep_notes(settings)]
+            notes += chain.from_iterable(map(sweep_notes, self.candidates))
         notes += error_notes(runs)
         table = aligned([HEADER, *(cells(run, runs[0]) for run in runs)])
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
-        every = [run for settings in self.candidates for run in settings]
-        rows = [{"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results} for run in every]
+        rows = []
+        for run in chain.from_iterable(self.candidates):
+            rows.append({"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results})
         write_file(self.folder / "compare.json", (json.dumps(self.stored | {"runs": rows}, indent=1) + "\n").encode())
         write_file(self.folder / "compare.md", text.encode())
         return text
