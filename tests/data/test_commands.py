@@ -138,7 +138,8 @@ META = [
     {"vocab_size": 5, "tokenizer": {"kind": "byte"}},
     {"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}},
     *({"vocab_size": 257, "tokenizer": spec} for spec in (
-        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "x" * 9999},
+        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "x" * 9999}, {"kind": "char", "chars": 5},
+        {"kind": "hf", "special": ["eos_token"]},
         {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}},
     )),
 ]  # fmt: skip

@@ -207,6 +207,8 @@ def test_too_short_for_one_window(n_tokens):
         assert "\n" not in str(e.value)
     with closing(Loader(stream_of(65), causal(64), 1)) as loader:
         assert loader.n_windows == 1
+    with pytest.raises(ValueError, match="^1 of mixed has 8 tokens, too few for block_size=8; pass"):
+        Loader(mixture_of([20, 8], [1, 1]), causal(8), 1)
 
 
 def resident(kind: str) -> int:
@@ -324,11 +326,6 @@ def test_a_mixture_far_from_its_start():
             n, before = (12, 0) if source == 0 else (7, 12)
             assert firsts[sample] == before + order(np.array([own[source]]), n, 3)[0]
             own[source] += 1
-
-
-def test_a_short_source_of_a_mixture():
-    with pytest.raises(ValueError, match="^1 of mixed has 8 tokens, too few for block_size=8; pass"):
-        Loader(mixture_of([20, 8], [1, 1]), causal(8), 1)
 
 
 @given(SOURCES, st.integers(1, 5), st.integers(1, 3))

@@ -128,6 +128,7 @@ def test_wrong_records_are_refused(tmp_path, record, pairs, words):
 
 @pytest.mark.parametrize("pairs,flags,words", [
     ("a,b,c", {}, "pairs=a,b,c is not possible for "), ("a,", {}, "pairs=a, is not possible"),
+    ("a,b", {"shards": 3}, "shards=3 would cut a pair"),
     ("a,b", {"tokenizer": "char"}, "pairs=a,b needs an end-of-text behind each target, and tokenizer=char has none"),
 ])  # fmt: skip
 def test_wrong_flags_are_refused(tmp_path, pairs, flags, words):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, read_all
+from helpers import read_all
 from preparing import command, load
 
 from data.dataset import open_data
@@ -123,12 +123,3 @@ def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch):
     data = open_data(tmp_path / "out", verify=True)
     assert bytes(read_all(data.split("train"))) == b"\xc3\xa9" * 18  # of 20 characters, not of 39 bytes
     assert bytes(read_all(data.split("val"))) == "éa".encode()
-
-
-def test_shakespeare_sizes(tmp_path):
-    """nanoGPT's published sizes, if the text is on this machine."""
-    path = ROOT / "data/shakespeare_char/input.txt"
-    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shakespeare.SHA256:
-        pytest.skip("put the text there with python data/shakespeare_char/prepare.py")
-    result = command("shakespeare_char", f"--out={tmp_path}")
-    assert "65 characters, 1,003,854 train + 111,540 val tokens" in result.stdout

@@ -120,17 +120,6 @@ def test_more_shards_than_a_process_may_open_by_itself(tmp_path):
     assert done.stdout == "200\n"
 
 
-def test_offsets_beyond_32_bits(tmp_path):
-    n = 2**32 + 10  # 8 GiB of zeros that occupy no disk
-    with open(tmp_path / "train_000000.bin", "wb") as f:
-        f.write(struct.pack("<3i", 20240520, 1, 2**30).ljust(1024, b"\0"))
-        f.truncate(1024 + 2 * 2**30)
-    big = files.open_file(tmp_path / "train_000000.bin")
-    stream = TokenStream("x", [big] * 4 + shards_of(np.arange(10, dtype="<u2")), 1000)
-    assert len(stream) == n and stream.read(n - 12, n).tolist() == [0, 0, *range(10)]
-    assert stream.read(n - 10, n).tolist() == [*range(10)] and not stream.read(2**31, 2**31 + 9).any()
-
-
 # --------------------------------------------------------------------------------------------------- foreign folders
 
 

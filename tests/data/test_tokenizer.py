@@ -76,13 +76,6 @@ def test_byte_lengths_count_the_text(text):
 # --------------------------------------------------------------------------------------------------------------- gpt2
 
 
-def test_gpt2_offline_is_one_line(monkeypatch):
-    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
-    with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR") as e:
-        GPT2Tokenizer().encode("a")
-    assert "\n" not in str(e.value)
-
-
 @pytest.fixture
 def small_gpt2(monkeypatch) -> bytes:
     """The table of a GPT-2 with few merges, which are there to be fetched."""
@@ -190,15 +183,12 @@ def test_the_same_text_always_gives_the_same_ids():
     assert done.stdout.strip() == BPE.hash
 
 
-@pytest.mark.parametrize("n", [256, 1_000_001])
-def test_bpe_sizes_that_cannot_be(n):
-    with pytest.raises(ValueError, match=f"bpe:{n} is not possible; pass 257"):
-        train_bpe(["abc"], n)
-
-
 def test_bpe_larger_than_the_text_supports():
     """abc is ab + c, each twice; xy occurs once. So there are end-of-text, the 256 bytes, and two merges."""
     texts = ["abc", "abc", "xy", "\udcff"]
+    for n in (256, 1_000_001):
+        with pytest.raises(ValueError, match=f"bpe:{n} is not possible; pass 257"):
+            train_bpe(texts, n)
     with pytest.raises(ValueError, match="bpe:260 is larger than the text supports; use bpe:259 or"):
         train_bpe(texts, 260)
     tok = train_bpe(texts, 259)
@@ -235,17 +225,6 @@ def test_spec_and_file(tmp_path, kind, below):
     assert (type(again), again.vocab_size, again.eot, again.hash) == (type(tok), tok.vocab_size, tok.eot, tok.hash)
     if kind == "bpe":
         assert again.encode(MIXED).tolist() == tok.encode(MIXED).tolist()
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [{"kind": "word"}, {"kind": ["byte"]}, None, {"kind": "char", "chars": 5}, {"kind": "bpe"}]
-    + [{"kind": "hf", "special": ["eos_token"]}],
-    ids=str,
-)
-def test_specs_that_cannot_be(spec):
-    with pytest.raises(ValueError, match="^no tokenizer can be made from .*; prepare the data again$"):
-        from_spec(spec)
 
 
 def test_build():
