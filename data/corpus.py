@@ -40,11 +40,6 @@ JOB_DOCUMENTS = 4096  # most documents of a job
 SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
 
 
-def uniform(numbers: np.ndarray) -> np.ndarray:
-    """A uniform random number in [0, 1] for each document number: (N,) uint64 -> (N,) float64."""
-    return hash64(numbers) / 2.0**64
-
-
 def cut(text: str, length: int) -> Iterator[str]:
     """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`.
 
@@ -153,7 +148,7 @@ class Corpus:
     def splits(self, job: list[Document]) -> list[str]:
         """The split of each document."""
         numbers = np.array([document.number for document in job], dtype=np.uint64)
-        validates = uniform(numbers) < self.val_fraction
+        validates = hash64(numbers) / 2.0**64 < self.val_fraction
         if self.source.val_fraction:  # a single text is cut into document 0, which validates, and document 1
             validates = numbers == 0
         return np.where(validates, "val", "train").tolist()

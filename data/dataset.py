@@ -38,7 +38,6 @@ TARGET, FIRST, N_MARKS = 1, 2, 4  # bits of a mark, and the number of marks
 MIXTURE_STEPS = 10_000  # weights of a mixture are rounded to multiples of 1 / MIXTURE_STEPS
 MAX_VOCAB_SIZE = 2**31 - 1
 MOVING = {"half prepared": True}  # the content of meta.json while shards are moved into place
-NOT_PREPARED = "is not prepared (it has no train_000000.bin and no train.bin)"
 
 
 class TokenStream:
@@ -161,7 +160,8 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         fact = f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder"
         raise ValueError(f"{fact}; prepare it, or pass a path")
     meta = read_meta(folder)
-    check(any(find_shards(folder, meta, split) for split in SPLITS), folder, NOT_PREPARED)
+    fact = "is not prepared (it has no train_000000.bin and no train.bin)"
+    check(any(find_shards(folder, meta, split) for split in SPLITS), folder, fact)
     own = meta.get("vocab_size", 0)
     if not own and not vocab_size:
         fact = "has no meta.json, so its vocabulary is unknown (a meta.pkl is never unpickled)"

@@ -59,7 +59,7 @@ def find_files(paths: Iterable[str]) -> list[str]:
     names = sorted(set(names))
     found: dict[str, str] = {}
     for name in names:
-        found.setdefault(name if name.startswith("hf://") else os.path.realpath(name), name)
+        found.setdefault(os.path.realpath(name), name)
     left_out["second names of a file"] = len(names) - len(found)
     if len(names) > 1 or left_out.total():
         what = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n)

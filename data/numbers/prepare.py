@@ -33,26 +33,34 @@ GERMAN += "sechzehn siebzehn achtzehn neunzehn zwanzig dreißig vierzig fünfzig
 def english(n: int) -> str:
     for unit, name in ((1000, "thousand"), (100, "hundred")):
         if n >= unit:
-            rest = f" {english(n % unit)}" if n % unit else ""
-            return f"{english(n // unit)} {name}{rest}"
+            words = f"{english(n // unit)} {name}"
+            if n % unit:
+                words += f" {english(n % unit)}"
+            return words
     if n < 20:
         return ENGLISH[n]
-    ones = f"-{ENGLISH[n % 10]}" if n % 10 else ""
-    return ENGLISH[18 + n // 10] + ones
+    tens = ENGLISH[18 + n // 10]
+    if n % 10:
+        return f"{tens}-{ENGLISH[n % 10]}"
+    return tens
 
 
 def german(n: int, one: str = "eins") -> str:
     """`one` is the word for a last 1: eins, but einundzwanzig and eintausend."""
     for unit, name in ((1000, "tausend"), (100, "hundert")):
         if n >= unit:
-            rest = german(n % unit, one) if n % unit else ""
-            return german(n // unit, "ein") + name + rest
+            word = german(n // unit, "ein") + name
+            if n % unit:
+                word += german(n % unit, one)
+            return word
     if n == 1:
         return one
     if n < 20:
         return GERMAN[n]
-    ones = f"{german(n % 10, 'ein')}und" if n % 10 else ""
-    return ones + GERMAN[18 + n // 10]
+    tens = GERMAN[18 + n // 10]
+    if n % 10:
+        return f"{german(n % 10, 'ein')}und{tens}"
+    return tens
 
 
 def main() -> None:
