@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model as M
 import ops
 from engine import decode
-from engine.decode import generate, set_caches
+from engine.decode import generate
 from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from flags import READER, unused
@@ -326,40 +326,6 @@ def test_far_positions_of_a_rolling_cache_are_exact(pos):
         del last[:-1]
     with torch.no_grad():
         assert torch.allclose(last[0].double(), model(text[:, 985:993])[:, -1], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"pos": "none", "attn_softcap": 2.0},
-        {"pos": "rope", "attn_softcap": 2.0, "window": 140, "window_pattern": "SL", "attention": "mqa"},
-        {"pos": "alibi", "attn_softcap": 2.0, **SLOTS},
-        {"pos": "alibi", "window": 140, **JOINT},
-        {"pos": "alibi", "attn_softcap": 2.0, "block": "simplified"},
-        {"pos": "rope", "attn_softcap": 2.0, "objective": "seq2seq", "n_encoder_layer": 1},
-    ],
-    ids=name,
-)
-def test_texts_of_several_strips(flags):
-    """Decoding a text of more than two strips of attention, up to block_size and beyond, is the uncached forward; so
-    are pieces of several strips that come after a cache. Each of its documents gives what it gives alone."""
-    T, idx = 300, tokens(2, 292)
-    model = build(block_size=T, **flags)
-    jitter(model)
-    source = {"source": tokens(2, 270)} if model.encoder else {}
-    with torch.no_grad():
-        check_decoding(model, idx, 12, **source)
-        memory = model.encode(source.get("source"))
-        set_caches(model, T)
-        pieces = [model.hidden(idx[:, a:b], a, memory=memory) for a, b in ((0, 20), (20, 292))]
-        set_caches(model, 0)
-        assert torch.allclose(torch.cat(pieces, dim=1), model.hidden(idx, memory=memory), atol=1e-9)
-        numbers, of_source = (torch.arange(n).expand(2, n) // 110 for n in (292, 270))
-        together = model(idx, docs=numbers, **source, source_docs=of_source if source else None)
-        for number in range(3):
-            here, there = (slice(110 * number, min(110 * number + 110, n)) for n in (292, 270))
-            alone = model(idx[:, here], **{each: x[:, there] for each, x in source.items()})
-            assert torch.allclose(together[:, here], alone, atol=1e-9), number
 
 
 COMPILED = [

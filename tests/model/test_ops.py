@@ -48,7 +48,7 @@ def test_attention_equals_naive_attention_under_every_mask(causal, window, docs,
         got = attention(q, k, v, 2, Mask(causal, window, numbers), softcap, slots=pair)
         expected = naive_attention(q, k, v, window, softcap, None, causal, numbers, pair)
         assert_same(got, expected, (q, k, v, *(pair or ())))
-        for queries in (length // 3, 1):
+        for queries in (length - 3, length // 3, 1):
             last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
             got = attention(last, k, v, 2, Mask(causal, window, of_last), softcap, slots=pair)
             expected = naive_attention(last, k, v, window, softcap, None, causal, of_last, pair)
