@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from engine.parallel.stages import elsewhere, layers
+from engine.parallel.stages import layers
 from model import Inputs, Model, Shared, stream_dtype
 
 
@@ -50,10 +50,9 @@ def check(cfg, n_micro: int):
 
 
 def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[str]:
-    """Remove from the model, in place, the parts that other ranks' stages own; the others keep their names. ValueError
-    if layers exchange more than the stream. Returns the names of the parameters that another rank has too and counts:
-    a tied weight stays on both ends.
-    """
+    """Remove from the model, in place, the parts that other ranks' stages own; the others keep their names. A tied
+    weight stays on both ends. ValueError if layers exchange more than the stream. Returns the names of the parameters
+    that another rank has too and counts."""
     x = model.wte.weight.new_empty(1, 1, model.cfg.n_embd)
     inputs = Inputs(model.table(torch.arange(1, device=x.device), x), shared=Shared())
     with torch.no_grad():
@@ -62,14 +61,19 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
     if inputs.shared:
         names = ", ".join(inputs.shared)
         raise ValueError(f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
-    for path in elsewhere(model.cfg, rank, n_ranks, chunks):
-        part, _, layer = path.partition(".")
-        if layer:
-            delattr(model.blocks, layer)  # del model.blocks[int(layer)] would renumber the other blocks
-        else:
-            setattr(model, part, nn.Identity())
+    n_layer = model.cfg.n_layer
+    for layer in {*range(n_layer)}.difference(*layers(n_layer, rank, n_ranks, chunks)):
+        delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
+    if rank > 0:
+        model.pos = nn.Identity()
+        model.first_norm = nn.Identity()
+    if rank < n_ranks - 1:
+        model.norm = nn.Identity()
+        model.head = nn.Identity()
     if model.cfg.tie_weights and rank == n_ranks - 1:
         return {"wte.weight"}
+    if rank > 0:
+        model.wte = nn.Identity()
     model.tie = lambda: None
     return set()
 

@@ -10,20 +10,6 @@ def layers(n_layer: int, rank: int, n_ranks: int, chunks: int = 1) -> list[range
     return [range(ends[i], ends[i + 1]) for i in range(rank, n, n_ranks)]
 
 
-def elsewhere(cfg, rank: int, n_ranks: int, chunks: int = 1) -> list[str]:
-    """The parts of the model that a rank's stages do not have, such as blocks.3. Both ends have a tied embedding."""
-    own = layers(cfg.n_layer, rank, n_ranks, chunks)
-    paths = [f"blocks.{layer}" for layer in {*range(cfg.n_layer)}.difference(*own)]
-    last = rank == n_ranks - 1
-    if rank > 0:
-        paths += ["pos", "first_norm"]
-    if not last:
-        paths += ["norm", "head"]
-    if rank > 0 and not (last and cfg.tie_weights):
-        paths += ["wte"]
-    return paths
-
-
 def passes(rank: int, n_ranks: int, chunks: int, n_micro: int) -> Iterator[tuple[int, bool]]:
     """The passes of a rank in a step in the schedules' order: (number of the stage among its own, whether forward)."""
     n = chunks * n_micro

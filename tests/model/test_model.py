@@ -782,4 +782,4 @@ def test_engine_replaces_the_seams_and_nothing_else():
     replaced = {name for owner, name in stored if owner not in ("self", "ctx", "cfg")} & of_modules
     table = (ROOT / "docs" / "hacking.md").read_text().partition("## Seams")[2].splitlines()
     named = set(re.findall(r"[.](\w+)", " ".join(line.split("|")[1] for line in table if line.startswith("|"))))
-    assert named == replaced | {"blocks", "pos", "head"}  # of pipeline.elsewhere, by their paths
+    assert named == replaced
