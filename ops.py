@@ -29,20 +29,21 @@ Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without posi
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with x are computed."""
     device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if autocast:
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
 
 def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the residual stream is in float32 under this fp32_residual, where matrix products are in `dtype`."""
-    return flag is True or flag == "auto" and (device.type != "cuda" or dtype != torch.bfloat16)
+    if flag == "auto":
+        return device.type != "cuda" or dtype != torch.bfloat16
+    return flag is True
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or in its own dtype if that is wider."""
-    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,9 +52,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, in the dtype of x."""
-    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+    if bias is not None:
+        bias = bias.to(x.dtype)
     with keeping_dtype(x):
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+        return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,8 +75,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def keeping_dtype(x: Tensor) -> AbstractContextManager:
     """A context in which norms of x have its dtype: CUDA's autocast would compute and return them in float32."""
-    wide = x.dtype in (torch.float32, torch.float64)
-    return nullcontext() if wide else torch.autocast(x.device.type, enabled=False)
+    if x.dtype in (torch.float32, torch.float64):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class RMSNormOfCPU(torch.autograd.Function):
@@ -92,10 +95,15 @@ class RMSNormOfCPU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight, rms = ctx.saved_tensors
-        options = torch.zeros_like(rms), rms, weight.to(rms.dtype), None, (True, True, False)
-        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], *options)
-        mean = (grad.flatten(0, -2) @ weight.to(grad.dtype)).view(rms.shape) / x.size(-1)
-        return dx.add_((mean * rms).to(x.dtype)), dw.to(weight.dtype), None
+        n = x.size(-1)
+        no_mean = torch.zeros_like(rms)
+        wanted = (True, True, False)  # the gradients of x and weight; there is no bias
+        dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, (n,), no_mean, rms, weight.to(rms.dtype), None, wanted
+        )
+        mean = (grad.flatten(0, -2) @ weight.to(grad.dtype)).view(rms.shape) / n
+        dx.add_((mean * rms).to(x.dtype))
+        return dx, dw.to(weight.dtype), None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -157,14 +165,17 @@ def dropped(x: Tensor, p: float) -> Tensor:
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     limit = min(round(p * 2**16), 2**16 - 1)
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    words = -(-x.numel() // 4)
+    bits = torch.empty(words, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
     return x * kept.to(x.dtype).mul_(2**16 / (2**16 - limit))
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
     """cap tanh(x / cap), or x if cap is 0."""
-    return cap * torch.tanh(x / cap) if cap > 0 else x
+    if cap == 0:
+        return x
+    return cap * torch.tanh(x / cap)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,11 +184,10 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b in float32, also where autocast computes products in 16 bits: rounding would change choices."""
-    x, weight, bias = (None if t is None else at_least_float32(t) for t in (x, weight, bias))
-    if matmul_dtype(x) == x.dtype:
-        return F.linear(x, weight, bias)
+    if bias is not None:
+        bias = at_least_float32(bias)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, weight, bias)
+        return F.linear(at_least_float32(x), at_least_float32(weight), bias)
 
 
 def has_values(x: Tensor) -> bool:
@@ -188,7 +198,8 @@ def has_values(x: Tensor) -> bool:
 def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """expert (N,), numbers below n -> the order (N,) of the rows by expert, and the end of each expert's rows (n,)."""
     order = expert.argsort(stable=True)
-    return order, torch.searchsorted(expert[order], torch.arange(n, device=expert.device), right=True)
+    numbers = torch.arange(n, device=expert.device)
+    return order, torch.searchsorted(expert[order], numbers, right=True)
 
 
 def grouped_linear(
@@ -215,7 +226,8 @@ def grouped_linear(
 def linear_by_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """grouped_linear without bias, a product for each expert. The host waits for `ends`."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight.unbind(), strict=True)])
+    parts = [F.linear(rows, w) for rows, w in zip(x.split(sizes), weight, strict=True)]
+    return torch.cat(parts)
 
 
 class WithGradient(torch.autograd.Function):
@@ -243,8 +255,7 @@ class Mask(NamedTuple):
 
     causal: bool = True
     window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
-    # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, the `boundaries` of both, or
-    # those of self-attention once.
+    # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, the `boundaries` of both.
     docs: tuple[Tensor, ...] | None = None
 
     def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -258,7 +269,7 @@ class Mask(NamedTuple):
             lo = (i - self.window + 1).clamp(min=0)
             hi = hi.minimum(i + self.window)
         if self.docs is not None:
-            of_queries, of_keys = (docs.contiguous() for docs in self.docs[:2])
+            of_queries, of_keys = (numbers.contiguous() for numbers in self.docs[:2])
             lo = lo.maximum(torch.searchsorted(of_keys, of_queries))
             hi = hi.minimum(torch.searchsorted(of_keys, of_queries, right=True))
         return lo, hi
@@ -267,39 +278,40 @@ class Mask(NamedTuple):
 def boundaries(starts: Tensor, T: int) -> Tensor:
     """starts (B, n), the first token of documents 0 ... n - 1 in rows of T tokens, or T if there is none -> the same
     in all rows one after another, and the end B T: int32 (B n + 1,). Documents that a row does not have are empty."""
-    first = T * torch.arange(len(starts), device=starts.device).view(-1, 1)
-    return F.pad((starts + first).flatten(), (0, 1), value=len(starts) * T).to(torch.int32)
+    B = len(starts)
+    row = T * torch.arange(B, device=starts.device).view(-1, 1)
+    firsts = (starts + row).flatten()
+    return F.pad(firsts, (0, 1), value=B * T).to(torch.int32)
 
 
 def attention_kernel(
     mask: Mask, T: int, S: int, slots: bool, mapped: bool, dropout: float, device: str, flash: bool
 ) -> str:
-    """Name of the kernel for the attention of T queries to S keys. No kernel makes a (T, S) matrix.
+    """Name of the kernel for the attention of T queries to S keys and to slots. No kernel makes a (T, S) matrix.
 
     kernel    when                                                              memory of scores and masks
-    full      all queries see all keys, or causal with T = S                    none: one fused call
+    full      all queries see all keys, or causal with T = S without slots      none: one fused call
     window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
-    flash     `flash`, see takes_flash: a window, or causal with T < S          none: one fused call
+    flash     `flash`, see takes_flash: a window, or causal with more keys      none: one fused call
     varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
-    joined    slots, and `flash`; on a CPU slots, or T < S, without a window    none: two fused calls
-    strips    documents, or none of the others                                  a (128, S) mask; a fused call per strip
+    strips    none of the others: documents; slots beside a window              a (128, S) mask; a fused call per strip
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
     """
-    past = mask.causal and S > T  # whether there are keys before the first query
     if mapped or (dropout and device == "cpu"):
         return "naive"
-    if mask.docs is None and not (slots or past or mask.window):
+    before = mask.causal and (S > T or slots)  # whether there are keys before the first query's
+    limited = bool(mask.window) or mask.docs is not None
+    if not (before or limited):
         return "full"
-    known = mask.docs is None or len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16  # the second size of CUDA's grids
-    if flash and known and not (slots and dropout):
-        if slots:
-            return "joined"
-        return "flash" if mask.docs is None else "varlen"
-    if mask.docs is None and mask.window and mask.causal and not (slots or past):
+    if slots and limited:
+        return "strips"
+    if flash and mask.docs is None:
+        return "flash"
+    if flash and len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16:  # the second size of CUDA's grids
+        return "varlen"
+    if mask.docs is None and mask.window and mask.causal and not before:
         return "window"
-    if mask.docs is None and device == "cpu" and not mask.window:
-        return "joined"
     return "strips"
 
 
@@ -313,59 +325,44 @@ def attention(
     strip_attention, perhaps wrapped so that torch.compile leaves it out. phi(scores (..., T, S), n (..., T, 1)), where
     n is the number of keys that a query sees, replaces the softmax. It is 0 for large negative scores.
     """
-    strips = strips or strip_attention
     T = q.size(2)
-    if T == 1 and mask.causal:
-        k, v, mask = seen_by_the_last(k, v, mask)
+    if T == 1 and mask.causal and mask.docs is None:  # the only query is the last one
+        k = k[:, :, -mask.window :]
+        v = v[:, :, -mask.window :]
+        mask = Mask(causal=False)
     S = k.size(2)
     if mask.window >= S:
         mask = mask._replace(window=0)
+    M = 0
+    if slots is not None:
+        slot_k, slot_v = (x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
+        M = slot_k.size(2)
+        k = torch.cat((slot_k, k), dim=2)
+        v = torch.cat((slot_v, v), dim=2)
     device = q.device.type
-    scale = D**-0.5
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
     mapped = softcap > 0 or phi is not None
-    kernel = attention_kernel(mask, T, S, slots is not None, mapped, dropout, device, flash)
-    sdpa = partial(fused_attention, scale=scale, dropout_p=dropout)
+    kernel = attention_kernel(mask, T, S, M > 0, mapped, dropout, device, flash)
+    sdpa = partial(fused_attention, scale=D**-0.5, dropout_p=dropout)
     if kernel == "full":
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel == "window":
         return window_attention(sdpa, q, k, v, mask.window)
-    of_slots = [x.expand(len(q), -1, -1, -1) for x in slots or ()]  # each (B, Hkv, M, E)
-    if flash and kernel in ("flash", "varlen", "joined"):
-        given = [x.to(matmul_dtype(q)) for x in (q, k, v, *of_slots)]
-        options = scale, mask.causal, mask.window
-        ends = mask.docs[2:] if mask.docs else ()
-        if slots is None:
-            return flash_attention(*given, *options, *ends, dropout=dropout)[0]
-        return JoinedAttention.apply(*given, *options, (flash_attention, flash_backward), *ends).to(v.dtype)
-    if kernel == "joined":
-        past = S - T if mask.causal else 0
-        always = [x[:, :, :past] for x in (k, v)]  # what all queries see, (B, Hkv, M + past, E)
-        if slots is not None:
-            always = [torch.cat(pair, dim=2) for pair in zip(of_slots, always, strict=True)]
-        k, v = (x[:, :, past:].repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        given = (x.to(matmul_dtype(q)) for x in (q, k, v, *always))
-        return JoinedAttention.apply(*given, scale, mask.causal).to(v.dtype)
+    if kernel in ("flash", "varlen"):
+        return flash_attention(q, k, v, mask, D**-0.5, dropout)
+    strips = strips or strip_attention
     if kernel == "strips":
-        return strips(sdpa, q, k, v, tuple(mask), slots, 128)
-    return strips(partial(naive_attention, D, softcap, dropout, phi), q, k, v, tuple(mask), slots, 256)
-
-
-def seen_by_the_last(k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Mask]:
-    """The keys and values that the last query sees under a causal mask, and a mask for it without a limit."""
-    if mask.window:
-        k, v = (x[:, :, -mask.window :] for x in (k, v))
-    if mask.docs is None:
-        return k, v, Mask(causal=False)
-    of_queries, of_keys = mask.docs[:2]
-    return k, v, Mask(causal=False, docs=(of_queries, of_keys[:, -k.size(2) :]))
+        return strips(sdpa, q, k, v, tuple(mask), M, 128)
+    naive = partial(naive_attention, D, softcap, dropout, phi)
+    return strips(naive, q, k, v, tuple(mask), M, 256)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
     """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
     torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support."""
-    fits = device == "cuda" and dtype == torch.bfloat16 and width in range(8, 257, 8) and torch.version.hip is None
-    return fits and torch._C._get_flash_sdp_enabled()  # torch.compile does not know the public function
+    if device != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
+        return False
+    return width in range(8, 257, 8) and torch._C._get_flash_sdp_enabled()  # dynamo does not know the public function
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
@@ -377,11 +374,13 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     with a mask its gradient of q can be NaN (github.com/pytorch/pytorch/issues/196678). So it is allowed only for
     self-attention without a mask that has a backward, whose sizes are the same in each step."""
     group = q.size(1) // k.size(1)
-    if q.device.type == "cpu" and matmul_dtype(q) == torch.bfloat16 and k.size(2) <= 256:
+    dtype = matmul_dtype(q)
+    if q.device.type == "cpu" and dtype == torch.bfloat16 and k.size(2) <= 256:
         with torch.autocast("cpu", enabled=False):
             return fused_attention(q.float(), k.float(), v.float(), attn_mask, **options).to(v.dtype)
-    if group > 1 and q.device.type == "cuda" and (attn_mask is not None or matmul_dtype(q) == torch.float32):
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    if group > 1 and q.device.type == "cuda" and (attn_mask is not None or dtype == torch.float32):
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
     cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
     fits = cudnn and attn_mask is None and torch.is_grad_enabled()
     if q.size(2) != k.size(2):  # in a graph for any sizes, `fits` would otherwise be an expression of them
@@ -396,143 +395,79 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
 def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
     """Causal attention to the last W positions, its own included, in O(T W): blocks of W queries see 2W keys each. The
     first block has no predecessor and is plain causal attention; the other blocks share one (W, 2W) mask."""
-    B, _, T, E = q.shape
+    B, H, T, E = q.shape
     n = -(-T // W)
-    q, k, v = (F.pad(x, (0, 0, 0, n * W - T)) for x in (q, k, v))  # padding comes last, where the causal mask hides it
+    padding = (0, 0, 0, n * W - T)  # behind the last position, where the causal mask hides it
+    q, k, v = (F.pad(x, padding) for x in (q, k, v))
 
-    def blocks(x: Tensor, first: int, width: int) -> Tensor:  # n-1 overlapping views -> ((n-1) B, heads, width, E)
-        return x[:, :, first:].unfold(2, width, W).permute(2, 0, 1, 4, 3).flatten(0, 1)
+    def blocks(x: Tensor, first: int, width: int) -> Tensor:
+        x = x[:, :, first:].unfold(2, width, W)  # n - 1 overlapping views: (B, heads, n-1, E, width)
+        return x.permute(2, 0, 1, 4, 3).flatten(0, 1)  # ((n-1) B, heads, width, E)
 
     i = torch.arange(W, device=q.device)[:, None]
     j = torch.arange(2 * W, device=q.device)
     band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
     rest = sdpa(blocks(q, W, W), blocks(k, 0, 2 * W), blocks(v, 0, 2 * W), attn_mask=band)
-    rest = rest.view(n - 1, B, -1, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
-    return torch.cat((sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True), rest), dim=2)[:, :, :T]
+    rest = rest.view(n - 1, B, H, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
+    first = sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True)
+    return torch.cat((first, rest), dim=2)[:, :, :T]
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window=0) -> tuple[Tensor, Tensor]:
-    """The CPU's fused kernel: the result (B, H, T, E), and the logs of the normalisers (B, H, T). No window."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal, scale=scale)
-
-
-def cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, z: Tensor, scale: float, causal: bool, *_):
-    """Gradients of q, k and v, given the result y and the logs z of the normalisers."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(grad, q, k, v, y, z, dropout_p=0.0, is_causal=causal, scale=scale)
-
-
-def flash_layout(x: Tensor, ends: Tensor | None) -> Tensor:
-    """x (B, H, T, E) as the flash operators take it: (B, T, H, E), or with documents (B T, H, E)."""
-    x = x.transpose(1, 2)
-    return x if ends is None else x.flatten(0, 1)
-
-
-def flash_window(causal: bool, window: int) -> dict[str, int]:
-    return dict(window_size_left=window - 1, window_size_right=0 if causal else window - 1)  # -1 has no limit
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window=0, ends_q=None, ends_k=None, dropout=0.0
-) -> tuple[Tensor, Tensor]:
-    """CUDA's FlashAttention: the result (B, H, T, E), and the logs of the normalisers (B, H, T). The queries of a text,
-    or of each document, are the last of its keys. ends_q and ends_k are `boundaries` of documents, or None; the second
-    may be left out if it is the same."""
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
+    """CUDA's FlashAttention, (B, H, T, E). The queries of a text, or of each document, are the last of its keys."""
     B, H, T, E = q.shape
-    if ends_k is None:
-        ends_k = ends_q
-    given = *(flash_layout(x, ends_q) for x in (q, k, v)), ends_q, ends_k, T, k.size(2), dropout, causal, False
-    y, z, *_ = torch.ops.aten._flash_attention_forward(*given, scale=scale, **flash_window(causal, window))
-    if ends_q is not None:
-        z = z.view(H, B, T).transpose(0, 1)
-    return y.view(B, T, H, E).transpose(1, 2), z
+    S = k.size(2)
+    dtype = matmul_dtype(q)
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # (B, T or S, heads, E)
+    ends_q = ends_k = None
+    if mask.docs is not None:
+        _, _, ends_q, ends_k = mask.docs
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    left = mask.window - 1  # -1 has no limit
+    right = 0 if mask.causal else left
+    y, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, ends_q, ends_k, T, S, dropout, mask.causal, False, scale=scale, window_size_left=left,
+        window_size_right=right,
+    )  # fmt: skip
+    return y.view(B, T, H, E).transpose(1, 2)
 
 
-def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, z: Tensor, scale: float, causal: bool, window=0,
-    ends_q=None, ends_k=None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k and v, given the result y and the logs z of the normalisers, without dropout."""
-    if ends_k is None:
-        ends_k = ends_q
-    z = z.contiguous() if ends_q is None else z.transpose(0, 1).flatten(1)
-    unused = z.new_empty(2, dtype=torch.uint64)
-    given = [flash_layout(x, ends_q) for x in (grad, q, k, v, y)]
-    given += [z, ends_q, ends_k, q.size(2), k.size(2), 0.0, causal, unused, unused]
-    grads = torch.ops.aten._flash_attention_backward(*given, scale=scale, **flash_window(causal, window))
-    return [dx.view(len(x), x.size(2), x.size(1), -1).transpose(1, 2) for dx, x in zip(grads, (q, k, v), strict=True)]
-
-
-class JoinedAttention(torch.autograd.Function):
-    """One softmax over slots and context: two calls of a fused kernel, joined by their normalisers. Given the joint
-    result and normaliser, the kernel's backward computes the right gradients of each part. q (B, H, T, E), k and v (B,
-    H, S, E), or of Hkv heads for flash_attention, slot_k and slot_v (B, Hkv, M, E). `ends` as in flash_attention."""
-
-    @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, slot_k: Tensor, slot_v: Tensor, scale: float, causal: bool, window=0,
-        kernels=(cpu_attention, cpu_backward), *ends: Tensor,
-    ):  # fmt: skip
-        kernel, _ = kernels
-        q_slots = q.reshape(len(q), slot_k.size(1), -1, q.size(3))  # (B, Hkv, G T, E)
-        y_slots, z_slots = kernel(q_slots, slot_k, slot_v, scale, False)
-        y, z = kernel(q, k, v, scale, causal, window, *ends)  # (B, H, T, E) and log of the normaliser (B, H, T)
-        z_slots = z_slots.reshape(z.shape)
-        total = torch.logaddexp(z, z_slots)
-        y = (z - total).exp()[..., None] * y + (z_slots - total).exp()[..., None] * y_slots.reshape(y.shape)
-        if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
-            y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, slot_k, slot_v, y, total, *ends)
-        ctx.kernels = kernels
-        ctx.options = scale, causal, window
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, k, v, slot_k, slot_v, y, total, *ends = ctx.saved_tensors
-        _, backward = ctx.kernels
-        dq, dk, dv = backward(grad, q, k, v, y, total, *ctx.options, *ends)
-        grad, q_slots, y, total = (x.reshape(len(x), slot_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
-        dq_slots, *d_slots = backward(grad, q_slots, slot_k, slot_v, y, total, ctx.options[0], False)
-        return dq + dq_slots.reshape(dq.shape), dk, dv, *d_slots, *[None] * (len(ctx.needs_input_grad) - 5)
-
-
-def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: Slots, rows: int) -> Tensor:
-    """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. Several strips are recomputed in
-    the backward; a single one is not. mask has the fields of a Mask: torch.compile passes no named tuple between its
-    graphs."""
+def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: int, rows: int) -> Tensor:
+    """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. All queries see the first `slots`
+    keys. Several strips are recomputed in the backward; a single one is not. mask has the fields of a Mask:
+    torch.compile passes no named tuple between its graphs."""
     mask = Mask(*mask)
-    T, S, W = q.size(2), k.size(2), mask.window
+    T = q.size(2)
+    S = k.size(2) - slots
     lo, hi = mask.reach(T, S, q.device)
-    if slots is not None:
-        slots = tuple(x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
-
-    def strip(q: Tensor, k: Tensor, v: Tensor, i: int, first: int) -> Tensor:  # queries i ... and keys first ...
-        end = i + q.size(2)
-        j = torch.arange(first, first + k.size(2), device=q.device)
-        seen = ((j >= lo[..., i:end, None]) & (j < hi[..., i:end, None])).view(-1, 1, end - i, len(j))
-        if slots is not None:
-            k = torch.cat((slots[0], k), dim=2)
-            v = torch.cat((slots[1], v), dim=2)
-            seen = F.pad(seen, (slots[0].size(2), 0), value=True)
-        return attend(q, k, v, attn_mask=seen)
-
+    strip = partial(attend_strip, attend, slots)
+    if torch.is_grad_enabled() and T > rows:
+        strip = partial(checkpoint, strip, use_reentrant=False)
     out = []
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        first = 0
+        first = -slots  # the number of the first key, where the first one behind the slots is 0
         last = S
-        if W:
-            first = max(0, S - T + i - W + 1)
-            last = min(S, S - T + end + W - 1)
+        if mask.window and not slots:
+            first = max(0, S - T + i - mask.window + 1)
+        if mask.window:
+            last = min(S, S - T + end + mask.window - 1)
         if mask.causal:
             last = S - T + end
-        given = q[:, :, i:end], k[:, :, first:last], v[:, :, first:last], i, first
-        if torch.is_grad_enabled() and T > rows:
-            out.append(checkpoint(strip, *given, use_reentrant=False))
-        else:
-            out.append(strip(*given))
+        keys = slice(slots + first, slots + last)
+        out.append(strip(q[:, :, i:end], k[:, :, keys], v[:, :, keys], lo[..., i:end], hi[..., i:end], first))
     return torch.cat(out, dim=2)
+
+
+def attend_strip(
+    attend: Callable, slots: int, q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, first: int
+) -> Tensor:
+    """`attend` with a mask by which each query sees the keys lo ... hi - 1, and slots, which have negative numbers."""
+    j = torch.arange(first, first + k.size(2), device=q.device)
+    seen = (j >= lo[..., None]) & (j < hi[..., None])
+    if slots:
+        seen = seen | (j < 0)
+    return attend(q, k, v, attn_mask=seen.view(-1, 1, q.size(2), len(j)))
 
 
 def naive_attention(
@@ -544,9 +479,10 @@ def naive_attention(
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
     k = k[:, :, None]  # (B, Hkv, 1, s, E)
     v = v[:, :, None]
-    scores = q @ k.mT
     if cap:
         scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
+    else:
+        scores = q @ k.mT
     wide = at_least_float32(scores.flatten(1, 2))
     if phi is None:
         weights = wide.where(attn_mask, -math.inf).softmax(-1)
@@ -563,18 +499,19 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
     if q.size(-1) > D:
         q = torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1)
         return attention(q, k, v, D, mask, strips=strips)
-    T, S = q.size(2), k.size(2)
-    mask = mask._replace(window=mask.window if mask.window < S else 0)
+    T = q.size(2)
+    S = k.size(2)
     if T == 1 and mask.causal and mask.docs is None:
         return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
     total = at_least_float32(v).cumsum(dim=2)
     lo, hi = mask.reach(T, S, v.device)
-    if mask.docs is None and not mask.window and mask.causal:
+    if mask.docs is None and mask.causal and not 0 < mask.window < S:
         return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
     total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
-    ends = (x.view(-1, 1, T, 1).expand(len(v), v.size(1), T, v.size(3)) for x in (hi, lo))
-    upper, lower = (total.gather(2, end) for end in ends)
-    return ((upper - lower) / (hi - lo).view(-1, 1, T, 1)).to(v.dtype)
+    lo = lo.view(-1, 1, T, 1)
+    hi = hi.view(-1, 1, T, 1)
+    seen = total.take_along_dim(hi, 2) - total.take_along_dim(lo, 2)
+    return (seen / (hi - lo)).to(v.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -590,8 +527,8 @@ def cross_entropy(
     compiled. The gradient alone has z_loss times the sum of (log of the softmax's normaliser)^2 (arXiv:2204.02311,
     section 5).
     """
-    chunk = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
-    if x.size(0) <= chunk and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
+    rows = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
+    if len(x) <= rows and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight)), softcap)
         total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
         if z_loss:
@@ -601,8 +538,7 @@ def cross_entropy(
     of_chunk = of_chunk or chunk_loss
     if z_loss:
         of_chunk = partial(of_chunk, z_loss=z_loss)
-    options = softcap, chunk, of_chunk, torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(x, weight, targets, options)
+    return ChunkedCrossEntropy.apply(x, weight, targets, (softcap, rows, of_chunk, torch.is_grad_enabled()))
 
 
 def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
@@ -620,20 +556,23 @@ def equal_rows(n: int, most: int) -> int:
     """The size of the chunks of n rows, at most `most`: the largest of which all chunks are equal, for one compiled
     graph. If that takes twice the fewest chunks, it is `most`, and the last chunk is shorter."""
     fewest = -(-n // most)
-    return next((n // chunks for chunks in range(fewest, 2 * fewest) if n % chunks == 0), most)
+    for chunks in range(fewest, 2 * fewest):
+        if n % chunks == 0:
+            return n // chunks
+    return most
 
 
 def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
     """out = a b, or with `add` out += a b: a (n, k), b (k, m), and out (n, m) of their dtype, or of float32. CUDA sums
     products of 16 bits in float32, and needs no copy in 16 bits."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b) if add else torch.mm(a, b, out=out)
-    elif out.is_cuda and add:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        torch.addmm(out, a, b, beta=int(add), out=out)  # a beta of 0 leaves `out` unread
     elif out.is_cuda:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=int(add), out=out)
+    elif add:
+        out.add_(a @ b)
     else:
-        out.add_(a @ b) if add else out.copy_(a @ b)
+        out.copy_(a @ b)
 
 
 def chunk_loss(
@@ -647,9 +586,6 @@ def chunk_loss(
     total = -(log_p.gather(1, index) * valid).sum()
     if not gradient:
         return total, None
-    slope = 1.0
-    if softcap > 0:
-        slope = 1 - (z / softcap).square()
     if z_loss:
         log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True)
         p = log_p.exp_().mul_(1 + 2 * z_loss * log_normaliser)
@@ -659,6 +595,9 @@ def chunk_loss(
         p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:
         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
+    slope = 1.0
+    if softcap > 0:
+        slope = 1 - (z / softcap).square()
     return total, p.mul_(valid * slope).to(logits.dtype)
 
 
@@ -711,17 +650,27 @@ def normal(key: str, shape: tuple, start: tuple, size: tuple, device: torch.devi
     Box and Muller's formula turns into a normal one. float64 makes the results almost always equal on all devices.
     """
     first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    place = torch.full((), first, dtype=torch.int64, device=device)
+    place = torch.full((), first, dtype=torch.int64, device=device)  # of the numbers of a row, the first dimension
     for dim in range(1, len(shape)):
-        place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)
+        stride = math.prod(shape[dim + 1 :])
+        place = place[..., None] + stride * torch.arange(start[dim], start[dim] + size[dim], device=device)
     out = torch.empty(size, device=device)
     rows = max(1, 2**16 // max(1, place.numel()))  # rows at once, so that the hashes stay in the cache
-    for part, row in zip(out.split(rows), torch.arange(size[0], device=device).split(rows), strict=True):
-        index = (start[0] + row).mul_(strides[0]).view(-1, *[1] * place.dim()) + place
-        bits = index.mul_(-0x61C8864680B583EB)  # splitmix64, whose products wrap around
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
-        radius = ((bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-        part.copy_(bits.bitwise_and_(2**32 - 1).to(torch.float64).mul_(math.tau * 2.0**-32).cos_().mul_(radius))
+    for i in range(0, size[0], rows):
+        part = out[i : i + rows]
+        row = torch.arange(start[0] + i, start[0] + i + len(part), device=device)
+        bits = splitmix64(row.view(-1, *[1] * place.dim()) * math.prod(shape[1:]) + place)
+        upper = (bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64)
+        lower = bits.bitwise_and_(2**32 - 1).to(torch.float64)
+        radius = upper.add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        part.copy_(lower.mul_(math.tau * 2.0**-32).cos_().mul_(radius))
     return out
+
+
+def splitmix64(x: Tensor) -> Tensor:
+    """A hash of each number of int64, whose products wrap around (xoshiro.di.unimi.it/splitmix64.c)."""
+    bits = x * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        upper = (bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        bits = bits.bitwise_xor_(upper).mul_(factor)
+    return bits

@@ -22,8 +22,8 @@ FAULTS = [
     ),
     (
         "ops.py",
-        "return dict(window_size_left=window - 1, ",
-        "return dict(window_size_left=window, ",
+        "left = mask.window - 1",
+        "left = mask.window",
         "Sliding windows by FlashAttention hold W + 1 keys, and without a window a query sees one key before it.",
         "tests/model/test_flash.py",
     ),
@@ -50,8 +50,8 @@ FAULTS = [
     ),
     (
         "ops.py",
-        "place = place[..., None] + strides[dim] * torch.arange(start[dim], start[dim] + size[dim], device=device)",
-        "place = place[..., None] + strides[dim] * torch.arange(size[dim], device=device)",
+        "place = place[..., None] + stride * torch.arange(start[dim], start[dim] + size[dim], device=device)",
+        "place = place[..., None] + stride * torch.arange(size[dim], device=device)",
         "Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.",
         "tests/model/test_ops.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole",
     ),
@@ -412,7 +412,8 @@ FAULTS = [
     ),
     (
         "ops.py",
-        "    lo, hi = mask.reach(T, S, v.device)\n    if mask.docs is None and not mask.window and mask.causal:",
+        "    lo, hi = mask.reach(T, S, v.device)\n"
+        "    if mask.docs is None and mask.causal and not 0 < mask.window < S:",
         "    lo, hi = mask._replace(causal=False).reach(T, S, v.device)\n    if False:",
         "The centring matrix of shaped attention is not masked causally, so the future leaks.",
         "tests/model/test_mistakes.py::test_the_centring_matrix_is_masked",
