@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import figures, metrics
+from helpers import edit_state, figures, metrics, state_of
 
 from data.dataset import TokenStream
 from data.loader import Loader, order
@@ -48,10 +48,6 @@ def test_each_source_goes_on_where_the_weights_change():
     assert (whole.windows(np.arange(25, 95)) == two.windows(np.arange(25, 95))).all()
 
 
-def state_of(folder):
-    return checkpoint.read_state(checkpoint.find(folder))
-
-
 def test_a_resume_with_other_weights_of_the_mixture(run, tiny_data, more_data, capsys):
     first, second = (f"--dataset={tiny_data}:{w},{more_data}:{v}" for w, v in ((1, 1), (3, 1)))
     folder = run(first, *SHORT, "--max_iters=8")
@@ -85,8 +81,7 @@ def test_a_resume_on_data_that_were_prepared_again(run, tmp_path, capsys):
     flags = [f"--dataset={tmp_path / 'data'}", *SHORT, "--always_save_checkpoint=False", "--keep_last=1"]
     prepare(tmp_path / "data", 0)
     folder = run(*flags, "--max_iters=4")
-    state = state_of(folder)
-    (checkpoint.find(folder) / "state.json").write_text(json.dumps(state | {"best_val_loss": 0.5}))
+    edit_state(folder, best_val_loss=0.5)
     shutil.rmtree(tmp_path / "data")
     prepare(tmp_path / "data", 1)
     run(*flags, "--max_iters=12", "--init_from=resume")
@@ -107,7 +102,7 @@ def test_a_resume_on_data_that_were_prepared_again(run, tmp_path, capsys):
 )
 def test_the_best_loss_is_of_one_evaluation(run, flag, anew, capsys):
     folder = run(*SHORT, "--max_iters=4")
-    (checkpoint.find(folder) / "state.json").write_text(json.dumps(state_of(folder) | {"best_val_loss": 0.5}))
+    edit_state(folder, best_val_loss=0.5)
     run(*SHORT, flag, "--max_iters=8", "--init_from=resume")
     out = capsys.readouterr().out
     said = f"the best loss begins anew, as {flag[2:].partition('=')[0]} may have changed" in out

@@ -1,6 +1,5 @@
 """kill -9 at 207 random instants of runs that save every three steps: nothing is lost, the losses do not change."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -10,11 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import ROOT, TINY, figures, metrics, tensors_in
+from helpers import ROOT, TINY, figures, gone, metrics, tensors_in, until
+from ranks import begin
 from test_train import MASKED, MODERN, SEQ2SEQ
 
-import train
 from engine.checkpoint import files as checkpoint
 
 COMMON = [*TINY, "--lr_decay_iters=300", "--min_lr=2e-3", "--eval_interval=5", "--eval_iters=6"]
@@ -32,16 +30,8 @@ SETTINGS = {  # processes, kills, flags
 }
 
 
-def begin(argv: list[str], log: Path):
-    """train.py in a process that has torch already."""
-    file = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 1), os.dup2(file, 2)
-    torch.set_num_threads(1)
-    train.main(argv)
-
-
 class Torchrun(subprocess.Popen):
-    """The same under torchrun, with the methods of a multiprocessing.Process."""
+    """train.py under torchrun, with the methods of a multiprocessing.Process."""
 
     def __init__(self, restarts: int, argv: list[str], log: Path):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
@@ -65,18 +55,10 @@ class Torchrun(subprocess.Popen):
         return self.returncode
 
 
-def wait_for(condition, *args):
-    end = time.monotonic() + 120
-    while not condition(*args):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def kill(pid: int):
     """Kills the process and waits until it is gone, although torchrun's workers are no children of this process."""
     os.kill(pid, signal.SIGKILL)
-    state = Path(f"/proc/{pid}/stat")
-    wait_for(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX")
+    until(lambda: gone(pid))
 
 
 def check(out: Path, asynchronous: bool):
@@ -101,8 +83,6 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     out, rng, logs = tmp_path / "killed", random.Random(setting), []
     flags = [flag.replace("TINY", str(tiny_data)).replace("MORE", str(more_data)) for flag in flags]
     flags = [*COMMON, f"--dataset={tiny_data}", *flags]
-    forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload([__name__, "tensorboard.compat.proto"])
 
     def start(max_iters: int = 20_000, out: Path = out, save_interval: int = 3):
         logs.append(tmp_path / f"{len(logs)}.log")
@@ -111,9 +91,7 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
         argv.append(f"--save_interval={save_interval}")
         if processes > 1:
             return Torchrun(kills * (setting == "one worker"), argv, logs[-1])
-        process = forked.Process(target=begin, args=(argv, logs[-1]))
-        process.start()
-        return process
+        return begin(["train.py", *argv], tmp_path, stdout=logs[-1], unbuffered=True)
 
     def said() -> str:
         return logs[-1].read_text() if logs[-1].exists() else ""
@@ -132,10 +110,10 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
             kill(pid)
 
     def end_one_worker(process):
-        wait_for(lambda: len(process.workers()) == 2)
+        until(lambda: len(process.workers()) == 2)
         old = process.workers()
         kill(rng.choice(old))
-        wait_for(lambda: len(process.workers()) == 2 and not set(old) & set(process.workers()))
+        until(lambda: len(process.workers()) == 2 and not set(old) & set(process.workers()))
         for pid in (new := process.workers()):  # what lies there must not change while it is checked
             os.kill(pid, signal.SIGSTOP)
         check(out, asynchronous)
@@ -147,7 +125,7 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
         if process is None:
             process, seen = start(), 0
         if trains := rng.random() < 0.8 or setting == "torchrun alone":  # the others die while starting
-            wait_for(lambda p, n: "iter " in said()[n:] or not p.is_alive(), process, seen)
+            until(lambda p=process, n=seen: "iter " in said()[n:] or not p.is_alive())
         time.sleep(rng.uniform(0, ((2, 1), (10, 4))[processes > 1][trains]))  # seconds
         assert process.is_alive(), f"the run ended by itself before kill {i}:\n{said()}"
         if setting == "one worker" and i < kills - 1:

@@ -1,11 +1,8 @@
 """init_from=checkpoint:RUN: a new run from the weights of another one, in every layout; flags that are free or not."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from helpers import IN_FLOAT64, TINY, distance, losses, metrics, refused, weights_in
+from helpers import IN_FLOAT64, TINY, distance, edit_state, losses, metrics, refused, state_of, weights_in
 from ranks import launch, train_runs
 from safetensors.torch import load_file
 
@@ -51,7 +48,7 @@ def test_it_is_a_new_run_with_these_weights(run, source, monkeypatch):
     same = run(*SHORT, *ROPE, "--vocab_size=257", out="same")
     assert losses(new) == losses(same)
     assert metrics(new)[0]["step"] == 0
-    state = checkpoint.read_state(checkpoint.find(new))
+    state = state_of(new)
     assert (state["step"], state["samples"]) == (3, 3 * 8) and state["flags"]["mlp"] == "swiglu"
     resumed = run("--init_from=resume", "--max_iters=4", "--lr_decay_iters=40", out="new")
     assert checkpoint.find(resumed).name == "step_00000004"
@@ -106,7 +103,7 @@ def test_its_flags_are_the_defaults(run, source, tiny_data, tmp_path):
     step, out = checkpoint.find(source), tmp_path / "new"
     lines = [f"--out_dir={out}", "--max_iters=1", "--eval_interval=0", "--eval_iters=1", "--warmup_iters=0"]
     train.main([*lines, f"--init_from=checkpoint:{step}"])
-    new, old = (checkpoint.read_state(checkpoint.find(folder))["flags"] for folder in (out, source))
+    new, old = (state_of(folder)["flags"] for folder in (out, source))
     changed = {name for name in old if old[name] != new[name]}
     assert changed == {"out_dir", "init_from", "max_iters", "eval_interval", "eval_iters", "warmup_iters"}
 
@@ -129,7 +126,7 @@ def test_flags_that_keep_the_weights_are_free(flags, source, tmp_path, monkeypat
     monkeypatch.setattr(train.Run, "evaluate", lambda run: seen.append((run.sharded.model, evaluate(run))))
     train.main([*base, *flags])
     [(seen_model, finite)] = seen  # the first finite loss is the best
-    stored = checkpoint.read_state(checkpoint.find(source))["flags"]
+    stored = state_of(source)["flags"]
     with torch.no_grad():
         model = Model(resolve(Config, read_flags(Config, flags), stored, "source"))
     found, expected = dict(seen_model.named_parameters()), weights_in(source)
@@ -202,13 +199,6 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def stored(out: Path, **flags):
-    """Write other flags into the latest checkpoint of a run."""
-    file = checkpoint.find(out) / "state.json"
-    state = json.loads(file.read_text())
-    file.write_text(json.dumps(state | {"flags": state["flags"] | flags}))
-
-
 @pytest.mark.parametrize("way", ["resume", "checkpoint", "sample"])
 def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(way, run, monkeypatch, capsys):
     monkeypatch.setitem(configurator.RETIRED, "old_idea", 0.5)
@@ -221,11 +211,10 @@ def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(way, ru
         "sample": (sample.main, [f"--out_dir={out}", "--start=the", "--max_new_tokens=2", "--device=cpu"]),
     }
     main, flags = commands[way]
+    stored = state_of(out)["flags"]
     for wrong, value in (("old_idea", 0.75), ("norm", "rmsnorm"), ("pool", "joint")):
-        before = (checkpoint.find(out) / "state.json").read_bytes()
-        stored(out, **{wrong: value})
+        edit_state(out, flags=stored | {wrong: value})
         line = refused(main, flags, capsys)
-        assert f"{wrong}={value}" in line and "was retired" in line and str(out) in line
-        (checkpoint.find(out) / "state.json").write_bytes(before)
-    stored(out, old_idea=0.5)
+        assert f"{wrong}={value} ({out}" in line and "was retired" in line
+    edit_state(out, flags=stored | {"old_idea": 0.5})
     main(flags)
