@@ -141,14 +141,19 @@ class Seq2Seq(Objective):
         self.lengths = self.m + self.k, T - self.m + self.k
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
-        text, B, T, V, m, k = window.numpy()[:, :-1], len(keys), self.block_size, self.vocab_size, self.m, self.k
+        text = window.numpy()[:, :-1]
+        B, T = text.shape
+        V = self.vocab_size
+        m = self.m
+        k = self.k
         x = random_uint64(keys, T)
         spans = random_segmentation(x[:, : m - 1], k)  # lengths (B, k)
         gaps = random_segmentation(x[:, m - 1 :], k + 1)  # lengths (B, k + 1)
         gaps[:, [0, -1]] -= 1  # the window may begin or end with a span
 
         parts = np.empty((B, 2 * k + 1), dtype=np.int64)  # gap, span, gap, ..., span, gap
-        parts[:, ::2], parts[:, 1::2] = gaps, spans
+        parts[:, ::2] = gaps
+        parts[:, 1::2] = spans
         part = np.repeat(np.tile(np.arange(2 * k + 1), B), parts.ravel()).reshape(B, T)  # the part of each token
         in_span = part % 2 == 1
         first = in_span.copy()  # the first token of each span

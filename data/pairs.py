@@ -28,9 +28,10 @@ def of_chat(where: str, messages) -> Parts:
     parts = []
     text = ""
     for message in messages:
-        words = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
-        require(all(isinstance(word, str) for word in words), shape)
-        role, content = words
+        require(isinstance(message, dict), shape)
+        role = message.get("role")
+        content = message.get("content")
+        require(isinstance(role, str) and isinstance(content, str), shape)
         text += f"<|{role}|>\n"
         if role == "assistant":
             parts += [(text, False), (content, True)]
@@ -69,7 +70,8 @@ def documents(stream: TokenStream) -> np.ndarray:
         firsts.append(place + np.flatnonzero(marks & FIRST))
         targets.append(place + np.flatnonzero(target & ~np.append(False, target[:-1])))  # the first of each run
         place += len(marks)
-    firsts, targets = np.concatenate(firsts), np.concatenate(targets)
+    firsts = np.concatenate(firsts)
+    targets = np.concatenate(targets)
     ends = np.append(firsts[1:], len(stream))
     found = np.append(targets, len(stream))[np.searchsorted(targets, firsts)]
     whole = len(firsts) and firsts[0] == 0 and (firsts < found).all() and (found < ends).all()

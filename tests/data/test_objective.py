@@ -217,19 +217,11 @@ def test_a_packed_document_is_as_if_alone(name, pos):
 
 
 @pytest.mark.parametrize(
-    "values,fragments",
-    [
-        ({"corrupt_ratio": 0.0}, ["corrupt_ratio=0.0", "above 0"]),
-        ({"corrupt_ratio": 1.0}, ["corrupt_ratio=1.0", "below 1"]),
-        ({"span_length": 0.9}, ["span_length=0.9", "at least 1"]),
-        ({"eot": None}, ["doc_mask=True", "end-of-text", "byte"]),
-        ({"block_size": 1}, ["block_size=1 ", "seq2seq"]),
-    ],
-    ids=str,
+    "flag", [("corrupt_ratio", 0.0), ("corrupt_ratio", 1.0), ("span_length", 0.9), ("block_size", 1)]
 )
-def test_what_does_not_fit(values, fragments):
-    with pytest.raises(ValueError) as error:
-        Seq2Seq(**{"vocab_size": V, "eot": 0, "block_size": 8, "doc_mask": True} | values)
-    assert "\n" not in str(error.value)
-    for fragment in fragments:
-        assert fragment in str(error.value)
+def test_what_does_not_fit(flag):
+    name, value = flag
+    with pytest.raises(ValueError, match=f"^{name}={value} [^\n]*$"):
+        Seq2Seq(**{"vocab_size": V, "eot": 0, "block_size": 8, name: value})
+    with pytest.raises(ValueError, match="^doc_mask=True needs data with an end-of-text id; [^\n]*byte$"):
+        Seq2Seq(V, None, 8, doc_mask=True)

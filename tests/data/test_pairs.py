@@ -246,13 +246,7 @@ def test_the_order_is_that_of_the_samples_for_all_ranks_and_resumes(tmp_path, na
 
 def test_runs_resume_digit_for_digit(tmp_path):
     data = prepared(tmp_path)
-    flags = [
-        *TINY,
-        f"--dataset={data}",
-        "--block_size=24",
-        "--max_iters=8",
-        "--eval_interval=4",
-    ]
+    flags = [*TINY, f"--dataset={data}", "--block_size=24", "--max_iters=8", "--eval_interval=4"]
     for name in PAIRS:
         a, b = tmp_path / f"{name}_a", tmp_path / f"{name}_b"
         train.main([*flags, f"--objective={name}", f"--out_dir={a}"])
@@ -267,11 +261,8 @@ def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
     """A model of text goes on with pairs, and that of pairs with text: the new data say which tokens are targets."""
     flags, data = [*TINY, "--block_size=24", "--max_iters=2", "--eval_interval=0"], prepared(tmp_path)
     start = ["--init_from=scratch"]
-    for name, dataset, settled in (
-        ("text", tiny_data, "False"),
-        ("pairs", data, "True"),
-        ("again", tiny_data, "False"),
-    ):
+    runs = [("text", tiny_data, "False"), ("pairs", data, "True"), ("again", tiny_data, "False")]
+    for name, dataset, settled in runs:
         train.main([*flags, f"--dataset={dataset}", f"--out_dir={tmp_path / name}", *start])
         assert f"\npairs = {settled} " in (tmp_path / name / "config.py").read_text()
         start = [f"--init_from=checkpoint:{tmp_path / name}"]
