@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from engine.parallel.owners import Matrix, Part, cuts, part_of, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, LoadBalance, Model, Stack
+from model import Block, Experts, LoadBalance, Model, Normal, Stack
 
 
 def local(x: Tensor) -> Tensor:
@@ -43,6 +44,10 @@ def local(x: Tensor) -> Tensor:
 def load_biases(model: nn.Module) -> set[nn.Parameter]:
     """The biases that balance the loads of experts. Their gradients are loads."""
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def all_reduce_gradients(params: Iterable[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
@@ -76,7 +81,13 @@ class ShardedModel:
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.shapes = shapes_of(self.model)
+        self.drawn_shapes = self.shapes  # on which the numbers that are drawn depend; without padding for tp
+        if cfg.vocab_rows != cfg.vocab_size:
+            unpadded = copy(cfg)
+            unpadded.tp = 1
+            with torch.device("meta"):
+                self.drawn_shapes = shapes_of(Model(unpadded))
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True
@@ -184,6 +195,9 @@ class ShardedModel:
         for name, p in self.model.named_parameters():
             if names is None or name in names:
                 mine, offsets, shape = self.part(name, p)
+                path, _, kind = name.rpartition(".")
+                if isinstance(self.model.get_submodule(path).initial[kind], Normal):
+                    shape = self.drawn_shapes[name]
                 device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
                 mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
 

@@ -38,11 +38,12 @@ from engine import optim
 from engine.checkpoint.files import VOCAB_WEIGHTS
 from engine.parallel import context as context_parallel
 from engine.parallel import ranks as parallel
+from engine.parallel import sharded
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.ranks import check_layout, join
 from engine.parallel.recomputation import MATMULS, recompute
 from engine.parallel.sharded import ShardedModel, local
-from model import Model
+from model import Model, Normal, UndrawnLinear, with_role
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
 SIZES = "--max_iters=4 --eval_interval=4 --warmup_iters=1 --gradient_accumulation_steps=4 --learning_rate=3e-3".split()
@@ -296,7 +297,7 @@ def test_layouts_in_bfloat16(layout, alone, many):
     low += [*(TWO if layout != "fsdp" else [])]
     models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"]}
     if layout in ("cp", "fsdp"):  # its values are in float32, and its queries in bfloat16; gains are not sharded
-        models["simplified"] = [*low, "--block=simplified"]
+        models["simplified"] = [*low, "--block=simplified", "--tie_weights=False"]
     processes, how = LAYOUTS[layout]
     folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
     for name, flags in models.items():
@@ -561,6 +562,27 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
         if name in VOCAB_WEIGHTS and layout.endswith("tp=2"):  # the padding is drawn, and not filled
             part = part[: len(part) - 1]
         assert torch.equal(part, local(p)[: len(part)]), name
+
+
+class WithColumns(Model):
+    """A model with a weight that has a column per token id, padded as the vocabulary is."""
+
+    def __init__(self, cfg, seed=None):
+        super().__init__(cfg, seed)
+        self.columns = with_role(UndrawnLinear(cfg.vocab_rows, cfg.n_embd, bias=False), "whole")
+        self.columns.initial = {"weight": Normal(0.02)}
+
+
+def test_padding_of_the_vocabulary_changes_no_initial_weight(pretended, monkeypatch):
+    cfg = parse(Config, [*TINY, *SIZES, "--vocab_size=261", "--parallel=fsdp", "--tp=2"])
+    monkeypatch.setattr(sharded, "Model", WithColumns)
+    replica = ShardedModel(cfg, join(cfg))
+    replica.init_weights(cfg.seed)
+    whole = WithColumns(replace(cfg, tp=1))
+    whole.init_weights(cfg.seed)
+    drawn = replica.part("columns.weight", replica.model.columns.weight)
+    rows = slice(drawn.offsets[0], drawn.offsets[0] + 8)
+    assert drawn.shape == (16, 262) and torch.equal(drawn.tensor[:, :261], whole.columns.weight[rows])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
