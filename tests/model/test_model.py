@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -41,15 +41,6 @@ from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from flags import READER, unused
 from model import Model, ModelConfig
-
-TABLES = {  # every axis of the model: flag -> its values, read from the tables themselves
-    "block": list(M.BLOCK),
-    "norm": list(M.NORM),
-    "norm_placement": list(M.PLACEMENT),
-    "pos": list(M.POSITION),
-    "mlp": list(M.MLP_KIND),
-}
-
 
 USUAL = {field.name: field.default for field in fields(ModelConfig)}
 
@@ -356,12 +347,6 @@ def test_compiled_block_trains_alike():
     assert_same(model(idx), expected, list(model.parameters()), rtol=1e-9, atol=1e-9)
 
 
-def test_literals_are_the_tables():
-    hints = get_type_hints(ModelConfig)
-    for flag, values in (TABLES | {"objective": CHECK}).items():
-        assert set(get_args(hints[flag])) == set(values), flag
-
-
 # ---- the model's use of attention
 
 
@@ -388,14 +373,11 @@ def test_the_residual_stream_has_the_dtype_of_the_flag():
 @pytest.mark.parametrize("flags,said", [
     ({}, "full (2 layers)"),
     ({"window": 3, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
-    ({"window": 13}, "full (2 layers)"),
     ({"window": 3, "objective": "masked"}, "strips (2 layers)"),
-    ({"attn_softcap": 5.0}, "naive (2 layers)"),
     ({"dropout": 0.1}, "naive (2 layers)"),
     ({"doc_mask": True}, "strips (2 layers)"),
     ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
     ({"pos": "alibi", **JOINT}, "strips (2 layers)"),
-    ({"block": "simplified", "window": 3}, "window (2 layers)"),
     ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
     ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
 ], ids=str)  # fmt: skip
@@ -409,16 +391,12 @@ def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags
 
 
 @pytest.mark.parametrize("device,pieces,flags,said", [
-    ("cuda", 1, {"dropout": 0.1}, "full (2 layers)"),
     ("cuda", 1, {"window": 3, "dropout": 0.1}, "flash (2 layers)"),
     ("cuda", 1, {"window": 3, "doc_mask": True}, "varlen (2 layers)"),
     ("cuda", 1, SLOTS, "full (4 layers)"),
     ("cuda", 1, JOINT, "flash (2 layers)"),
-    ("cuda", 1, {"attn_softcap": 5.0}, "naive (2 layers)"),
     ("cpu", 4, {}, "strips (2 layers)"),
-    ("cpu", 4, {"window": 3}, "strips (2 layers)"),
     ("cpu", 4, {"doc_mask": True}, "strips (2 layers)"),
-    ("cuda", 4, {"window": 3}, "flash (2 layers)"),
     ("cuda", 4, {"n_head": 1, "n_embd": 256, "pos": "rope"}, "flash (2 layers)"),
     ("cuda", 4, {"n_head": 1, "n_embd": 256, "pos": "alibi"}, "strips (2 layers)"),  # wider than flash allows
 ], ids=str)  # fmt: skip
@@ -499,15 +477,6 @@ def test_caches_have_the_length_of_the_text(monkeypatch):
 
 
 # ---- positions
-
-
-@pytest.mark.parametrize("scaling", [
-    ":::", "linear", "linear:2:3", "linear:1_0", "linear: 2", "linear:-2", "linear:0", "linear:inf", "linear:1e-320",
-    "linear:\u0662", "linear:.", "Linear:2", "llama3:8:4:1:8192", "yarn:4:16:32:1:9", "yarn:1e300",
-])  # fmt: skip
-def test_a_wrong_rope_scaling_is_refused_in_one_line(scaling):
-    with pytest.raises(ValueError, match="^rope_scaling=.*: no known scaling; set it to linear:F, "):
-        build(pos="rope", rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16, 20, 25])
@@ -719,7 +688,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"n_encoder_layer": -1, "objective": "seq2seq"}, ["n_encoder_layer=-1"]),
     ({"window": -1}, ["window=-1"]),
     ({"dropout": 1.0}, ["dropout=1.0"]),
-    ({"attention": "gqa"}, ["n_kv_head=0", "attention=gqa", "[1, 2, 4]"]),
+    ({"attention": "gqa"}, ["n_kv_head=0", "attention=gqa", "n_head=4"]),
     ({"attention": "gqa", "n_kv_head": 3}, ["n_kv_head=3", "n_head=4"]),
     ({"attention": "mqa", "n_kv_head": 2}, ["n_kv_head=2", "attention=mqa"]),
     ({"n_kv_head": 2}, ["n_kv_head=2", "attention=mha", "gqa"]),
@@ -730,6 +699,8 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"block": "standard", "n_group": 2}, ["n_group=2", "only with block=superblock"]),
     ({"rope_theta": -1.0}, ["rope_theta=-1.0"]),
     ({"vocab_size": 0}, ["vocab_size=0"]),
+    *(({"pos": "rope", "rope_scaling": each}, ["rope_scaling=", each, "linear:F"])
+      for each in (":::", "linear", "linear:2:3", "linear:1_0", "linear:-2", "linear:\u0662", "yarn:1e300")),
 ], ids=str)  # fmt: skip
 def test_impossible_flags_are_named(flags, fragments):
     with pytest.raises(ValueError) as error:
