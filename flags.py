@@ -11,13 +11,9 @@ do, name>number, or the name of a fact, a bool property of the dataclass whose d
 the dataclass does not have is no obstacle.
 """
 
-import ast
 import inspect
-import io
 import operator
 import re
-import textwrap
-import tokenize
 from collections import Counter
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -134,28 +130,32 @@ def documented(cls: type) -> dict[str, Flag]:
 
 
 def read_source(owner: type) -> dict[str, Flag]:
-    source = textwrap.dedent(inspect.getsource(owner))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}  # by line
-    alone = {line: token.string for line, token in comments.items() if token.line.lstrip().startswith("#")}
-    found = {}
-    for node in ast.parse(source).body[0].body:
-        if isinstance(node, ast.AnnAssign):  # a flag, which may have several lines
-            titles = [text for line, text in alone.items() if line < node.lineno and text.startswith("# ---")]
-            end = node.end_lineno
-            while alone.get(end + 1, "").startswith("# ["):
-                end += 1
-            own = [comments[line].string for line in range(node.lineno, end + 1) if line in comments]
-            doc = " ".join(text.strip("# ") for text in own)
-            brackets = re.findall(r"\[(.*?)\]", doc)
-            limits = [rule for rule in brackets if rule[0] in "<>"]
-            rules = [rule for rule in brackets if rule not in [*limits, "any"]]
-            least = [f">-{LIMIT}"] if "any" in brackets else [">=0"]
-            if any(limit.startswith(">") for limit in limits):
-                least = []
-            limits += [*least, f"<{LIMIT}"]
-            found[node.target.id] = Flag(" ".join(titles[-1:]).strip("# -"), doc, rules, limits)
-    return found
+    docs = {}
+    sections = {}
+    section = name = ""
+    for line in inspect.getsource(owner).splitlines():
+        code, _, comment = line.partition("  # ")
+        begins = re.match(r" *(\w+): ", code)
+        if comment.startswith("---"):
+            section = comment.strip("- ")
+        elif begins:
+            name = begins[1]
+            docs[name] = comment
+            sections[name] = section
+        elif name and comment and (code.strip() or comment.startswith("[")):
+            docs[name] = f"{docs[name]} {comment}".strip()
+    return {name: flag_of(sections[name], doc) for name, doc in docs.items()}
+
+
+def flag_of(section: str, doc: str) -> Flag:
+    brackets = re.findall(r"\[(.*?)\]", doc)
+    limits = [rule for rule in brackets if rule[0] in "<>"]
+    rules = [rule for rule in brackets if rule not in [*limits, "any"]]
+    if "any" in brackets:
+        limits.append(f">-{LIMIT}")
+    elif not any(limit.startswith(">") for limit in limits):
+        limits.append(">=0")
+    return Flag(section, doc, rules, [*limits, f"<{LIMIT}"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
     return module
 
 
-# Initial values of a parameter, which its module declares in `initial`: a number, a tensor, or this, numbers from
+# What a parameter begins with, which its module declares in `initial`: a number, a tensor, or this, numbers from
 # N(0, std), except that the first `zero` of every `period` rows are 0.
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
@@ -286,16 +286,11 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     times with their wavelength times the factor; q and k grow too (YaRN, arXiv:2309.00071)."""
     n = len(f)
     original = original or cfg.block_size / factor  # the present context is the longer one
-
-    def pair(turns: float) -> float:
-        """The number of the pair that turns so often in the original context."""
-        return n * math.log(original / (turns * math.tau)) / math.log(cfg.rope_theta)
-
-    first = max(math.floor(pair(fast)), 0)
-    last = min(math.ceil(pair(slow)), 2 * n - 1)
+    pairs = n / math.log(cfg.rope_theta)  # for each e-fold of the wavelength
+    first = max(math.floor(pairs * math.log(original / (fast * math.tau))), 0)
+    last = min(math.ceil(pairs * math.log(original / (slow * math.tau))), 2 * n - 1)
     scaled = ((torch.arange(n, device=f.device) - first) / (last - first or 1e-3)).clamp(0, 1)
-    growth = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return f * (1 - scaled) + f / factor * scaled, growth
+    return f * (1 - scaled) + f / factor * scaled, max(0.1 * math.log(factor) + 1, 1.0)
 
 
 # name -> (frequencies (n,), cfg, numbers of the flag) -> (frequencies (n,), factor of q and of k)
