@@ -126,7 +126,7 @@ def _batch(
     if stream.packs is not None:
         keys = np.full(buffer.shape, PADDING)  # of pairs, the objective reads their marks
         read_windows(stream.mask, bounds, keys)
-    largest = int(buffer.numpy().max())
+    largest = int(buffer.numpy().view(np.uint64).max())  # negative ids become large ones
     if largest >= stream.vocab_size:
         fact = f"{stream.name} has token id {largest}, and its vocabulary is {stream.vocab_size}"
         raise ValueError(f"{fact}; set vocab_size in meta.json, or find a changed file with --verify_data=True")

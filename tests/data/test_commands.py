@@ -105,7 +105,7 @@ def test_names_that_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["FIFO", "SOCKET", "FOLDER", "/dev/zero"])
-@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
 def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
     """In the place of each file of a data set; no read waits for what never comes."""
     monkeypatch.chdir(tmp_path)

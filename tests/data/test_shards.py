@@ -150,11 +150,38 @@ def test_shards_of_other_projects(tmp_path):
     assert read_all(open_data(tmp_path, vocab_size=70_001).split("train")) == [1, 70_000, 3, 4]
 
 
-def test_files_of_megatron_are_refused(tmp_path):
-    """They would be read as uint16, whatever the index says."""
-    (tmp_path / "train.bin").write_bytes(struct.pack("<2i", 5, 70_000))
-    (tmp_path / "train.idx").touch()
-    assert "train.bin is a file of Megatron" in error(open_data(tmp_path, vocab_size=70_001).split, "train")
+def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0") -> bytes:
+    """Megatron's .idx, written from its description."""
+    header = magic + struct.pack("<QBQQ", version, code, len(sizes), len(bounds))
+    pointers = [width * sum(sizes[:i]) for i in range(len(sizes))]
+    return header + struct.pack(f"<{len(sizes)}i{len(sizes)}q{len(bounds)}q", *sizes, *pointers, *bounds)
+
+
+@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_megatron_pairs(tmp_path, code, letter):
+    tokens = [5, 64, 0, 17, 101, 3]
+    width = struct.calcsize(letter)
+    for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
+        (tmp_path / f"{name}.bin").write_bytes(struct.pack(f"<{len(part)}{letter}", *part))
+        (tmp_path / f"{name}.idx").write_bytes(index_bytes([1, 0, len(part) - 1], [0, 1, 3], code, width))
+    (tmp_path / "other.idx").touch()
+    data = open_data(tmp_path, vocab_size=102)
+    assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
+
+
+INDEX = index_bytes([3, 1, 2], [0, 2, 3])
+BAD_INDEX = {
+    "other magic": (b"X" + INDEX[1:], "x_train_y.idx is no index of Megatron"),
+    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, and known are 1, 2, 3, 4"),
+    "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin has 12 bytes, and"),
+}
+
+
+@pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
+def test_damaged_index_is_one_line(tmp_path, content, fact):
+    (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
+    (tmp_path / "x_train_y.idx").write_bytes(content)
+    assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
 
 
 # ---------------------------------------------------------------------------------------------------------- mixtures
@@ -204,7 +231,7 @@ def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
 
 GOOD = shard_bytes(range(200))
 DAMAGE = {
-    "cut in the tokens": (GOOD[:-2], "has 1422 bytes, and its header gives 1424, so it is truncated"),
+    "cut in the tokens": (GOOD[:-2], "has 1422 bytes, and its header or .idx gives 1424, so it is truncated"),
     "no tokens": (shard_bytes([]), "holds no tokens"),
     "other magic": (shard_bytes(range(200), magic=20240521), "is no shard, which begins with 20240520 or 20240801"),
     "other version": (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
@@ -228,16 +255,23 @@ def test_damaged_shard_is_one_line(tmp_path, content, fact):
 def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
     """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
     folder = tmp_path_factory.mktemp("damage")
-    content = GOOD
-    damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"]))
+    files = {"train_000000.bin": GOOD}
+    kind = data.draw(st.sampled_from(["a shard", "Megatron's"]))
+    if kind == "Megatron's":
+        files = {"x_train_y.idx": index_bytes([150, 50], [0, 1, 2]), "x_train_y.bin": GOOD[1024:]}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    name = data.draw(st.sampled_from(sorted(files)))
+    content, header = files[name], {"x_train_y.idx": len(files[name]), "x_train_y.bin": 0}.get(name, 1024)
+    damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"] if header else ["cut", "lengthen"]))
     if damage == "cut":
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     elif damage == "lengthen":
         content += data.draw(st.binary(min_size=1, max_size=9))
     else:
-        at = data.draw(st.one_of(st.integers(0, 33), st.integers(0, 1023)))  # most fields are at the start
+        at = data.draw(st.one_of(st.integers(0, 33), st.integers(0, header - 1)))  # most fields are at the start
         content = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
-    (folder / "train_000000.bin").write_bytes(content)
+    (folder / name).write_bytes(content)
     try:
         tokens = read_all(open_data(folder, vocab_size=257).split("train"))
     except ValueError as e:
