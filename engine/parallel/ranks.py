@@ -86,7 +86,7 @@ def check_layout(cfg, size: int):
     if size % unit:
         raise ValueError(
             f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}; start "
-            f"(or plan for) {-(-size // unit) * unit}, or set them to 1"
+            f"as many, plan for --world_size={-(-size // unit) * unit}, or set them to 1"
         )
     data = data_ranks(cfg, size)
     ranks = f"the {data} data-parallel ranks"

@@ -222,12 +222,12 @@ CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on
 RUNS = []  # all in float64; one model of each layout of two ranks in float32 too, where no rounding changes a choice
 for each, (processes, how) in LAYOUTS.items():
     blocks = {} if {"--ep=2", "--pp_chunks=2", "--pp=4"} & {*how} else BLOCKS  # of two layers
-    models = {name: flags for name, flags in blocks.items() if name not in MET.get(each, ())} | MODELS.get(each, {})
-    rounded = [name for name, flags in models.items() if not any(flag.startswith(CHOICES) for flag in flags)]
-    RUNS.append(pytest.param(each, models, rounded[: processes == 2], id=each))
-    models = blocks | MODELS.get(each, {})
-    rounded = [name for name, flags in models.items() if not any(flag.startswith(CHOICES) for flag in flags)]
-    RUNS.append(pytest.param(each, models, rounded, id=f"{each}-float32", marks=pytest.mark.slow))
+    every = blocks | MODELS.get(each, {})
+    rounded = [name for name, flags in every.items() if not any(flag.startswith(CHOICES) for flag in flags)]
+    RUNS.append(pytest.param(each, every, rounded, id=f"{each}-float32", marks=pytest.mark.slow))
+    fewer = {name: flags for name, flags in every.items() if name not in MET.get(each, ())}
+    one = [name for name in fewer if name in rounded and processes == 2]
+    RUNS.append(pytest.param(each, fewer, one[:1], id=each))
 
 
 ALONE = {}
@@ -589,35 +589,33 @@ def test_padding_of_the_vocabulary_changes_no_initial_weight(pretended, monkeypa
 # Checkpoints move
 
 
-def test_a_run_moves_from_layout_to_layout(run, alone, many):
-    """Two steps on 4 ranks as shards, two on 2 as slices, two on 2 as two stages each, two on 2 as one stage each, two
-    on one: all as on one, in float64."""
-    models = {"standard": [*GATED], "superblock": ["--block=superblock", *MUON, "--bias=True"]}
-    end = ["--max_iters=10", "--lr_decay_iters=10", "--eval_interval=2", "--n_layer=4", IN_FLOAT64]
-    stages = [
-        (4, ["--max_iters=2", *FSDP]),
-        (2, ["--init_from=resume", "--max_iters=4", "--parallel=ddp", "--tp=2"]),
-        (2, ["--init_from=resume", "--max_iters=6", "--tp=1", *CHUNKS]),
-        (2, ["--init_from=resume", "--max_iters=8", "--pp_chunks=1"]),
-    ]
-    for processes, how in stages:
-        folder = many(processes, *((name, [*SIZES, *flags, *end, *how]) for name, flags in models.items()))
+FOUR = ["--n_layer=4"]
+MOVES = {  # models, and the numbers of processes with their layouts: two steps in each, and two in one process
+    "dense": (
+        {"standard": [*GATED, *FOUR], "superblock": ["--block=superblock", *MUON, "--bias=True", *FOUR]},
+        [(4, FSDP), (2, ["--parallel=ddp", "--tp=2"]), (2, ["--tp=1", *CHUNKS]), (2, ["--pp_chunks=1"])],
+    ),
+    "experts": (
+        {"experts": [*EXPERTS, *MUON]},
+        [(4, [*FSDP, "--ep=2"]), (2, ["--parallel=ddp"]), (2, ["--ep=1", "--tp=2"])],
+    ),
+}
+
+
+@pytest.mark.parametrize("models,layouts", MOVES.values(), ids=MOVES)
+def test_a_run_moves_from_layout_to_layout(models, layouts, run, alone, many):
+    """Shards on 4 ranks, then slices, stages or experts on 2, then one process: all as on one, in float64."""
+    steps = 2 * len(layouts) + 2
+    common = [f"--max_iters={steps}", f"--lr_decay_iters={steps}", "--eval_interval=2", IN_FLOAT64]
+    resume = []
+    for number, (processes, how) in enumerate(layouts, 1):
+        how = [*resume, *how, f"--max_iters={2 * number}"]
+        folder = many(processes, *((name, [*SIZES, *flags, *common, *how]) for name, flags in models.items()))
+        resume = ["--init_from=resume"]
     for name, flags in models.items():
-        run(*SIZES, *flags, *end, "--init_from=resume", "--pp=1", out=name)
-        assert len(losses(folder / name)) == 10 + 6
-        assert distance(losses(folder / name), alone(*flags, *end)) < 1e-9, name
-
-
-def test_experts_move_from_layout_to_layout(run, alone, many):
-    """Two steps on 4 ranks, of which pairs hold the experts and share them as shards; two on 2 that divide them, two on
-    2 whose slices they are, two on one. All in float64."""
-    flags = [*SIZES, *EXPERTS, *MUON, "--max_iters=8", "--lr_decay_iters=8", "--eval_interval=2", IN_FLOAT64]
-    many(4, ("moved", [*flags, "--max_iters=2", *FSDP, "--ep=2"]))
-    many(2, ("moved", [*flags, "--init_from=resume", "--max_iters=4", "--parallel=ddp"]))
-    folder = many(2, ("moved", [*flags, "--init_from=resume", "--max_iters=6", "--ep=1", "--tp=2"]))
-    run(*flags, "--init_from=resume", "--tp=1", out="moved")
-    assert len(losses(folder / "moved")) == 8 + 5
-    assert distance(losses(folder / "moved"), alone(*flags[len(SIZES) :])) < 1e-9
+        run(*SIZES, *flags, *common, *resume, "--pp=1", "--tp=1", out=name)
+        assert len(losses(folder / name)) == steps + steps // 2 + 1
+        assert distance(losses(folder / name), alone(*flags, *common)) < 1e-9, name
 
 
 def recorded(forward, file: Path):

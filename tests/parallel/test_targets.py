@@ -7,16 +7,13 @@ the norm of its gradient. All in float64, to 1e-9.
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import IN_FLOAT64, TINY, distance, losses
+from helpers import TINY
 from ranks import launch
 
 from configurator import Config, parse
-from data.tokenizer import ByteTokenizer
-from data.writer import ShardWriter
 from engine.evaluation import mean_loss
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
@@ -117,27 +114,3 @@ def test_layouts_compute_the_mean_over_targets(tmp_path, in_float64):
         model = [flag for flag in flags if flag.startswith(("--tie", "--n_layer"))]
         wanted = expected(*model, *(MASKED if not each.startswith("cp") else []))
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=lambda said, each=each: f"{each}: {said}")
-
-
-@pytest.fixture
-def sparse_data(tmp_path) -> Path:
-    """Windows of 16 tokens in which 0 to 16 are text and the others end-of-text, which is never masked."""
-    tokenizer, draw = ByteTokenizer(), np.random.default_rng(0)
-    with ShardWriter(tmp_path / "sparse", tokenizer) as out:
-        for split, n in (("train", 64), ("val", 24)):
-            windows = draw.integers(97, 123, (n, T))
-            windows[np.arange(T) >= draw.integers(0, T + 1, (n, 1))] = tokenizer.eot
-            out.add(split, np.append(windows.ravel(), tokenizer.eot))
-    return tmp_path / "sparse"
-
-
-def test_masked_runs_do_not_depend_on_the_division(run, many, sparse_data):
-    """Losses, gradient norms and evaluations of real runs, whose windows have 0 to 8 targets."""
-    common = [*MASKED, f"--dataset={sparse_data}", "--corrupt_ratio=0.5", "--max_iters=4", "--eval_interval=2"]
-    common += ["--eval_iters=0", "--warmup_iters=1", IN_FLOAT64]
-    size = lambda n: [f"--batch_size={N // n}", f"--gradient_accumulation_steps={n}"]  # noqa: E731
-    one = losses(run(*common, *size(1), out="1"))
-    for n in (2, 8):
-        assert distance(losses(run(*common, *size(n), out=str(n))), one) < 1e-9, n
-    folder = many(2, ("on two", [*common, *size(4)]))
-    assert distance(losses(folder / "on two"), one) < 1e-9

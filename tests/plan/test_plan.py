@@ -486,7 +486,7 @@ def test_the_plans_of_the_docs(command, output, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ({"pp": 3, "world_size": 4}, "there are 4; start .or plan for. 6, or set them to 1$"),
+        ({"pp": 3, "world_size": 4}, "there are 4; .*plan for --world_size=6, or set them to 1$"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"world_size": 2, "parallel": "fsdp", "dtype": "float16"}, "dtype=float16 .* parallel=fsdp"),
     ],
