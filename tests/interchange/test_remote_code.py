@@ -134,6 +134,8 @@ def test_what_the_forward_cannot_compute_is_refused(both):
         theirs(idx, position_ids=torch.arange(9)[None])
     with pytest.raises(ValueError, match="^this model's cache grows with the text; "):
         theirs.generate(idx, max_new_tokens=2, do_sample=False, cache_implementation="static")
+    with pytest.raises(ValueError, match="a text of 25 tokens does not fit in block_size=24; crop it"):
+        both("gpt2")[1].generate(tokens(1, 23), max_new_tokens=5, do_sample=False)
 
 
 def test_saved_again(both, tmp_path):
@@ -155,12 +157,6 @@ def test_new_weights_are_the_models_own(both):
     assert model.model.head.weight is model.model.wte.weight and (model.model.norm.weight == 1).all()
     assert config.flags == json.loads((folder / "config.json").read_text())["flags"]
     assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (50, 24, True)
-
-
-def test_a_text_that_is_too_long(both):
-    _, theirs, _ = both("gpt2")
-    with pytest.raises(ValueError, match="a text of 25 tokens does not fit in block_size=24; crop it"):
-        theirs.generate(tokens(1, 23), max_new_tokens=5, do_sample=False)
 
 
 @pytest.mark.parametrize("objective", ["masked", "seq2seq"])

@@ -207,16 +207,6 @@ def test_the_peak_is_the_best_product(clock, monkeypatch):
     assert sizes == [128] * 3 + [256] * 3 + [512] * 3
 
 
-def test_configurations_are_what_their_names_say():
-    """The largest is for GPUs, and no row of a CPU's table."""
-    for name in speed.CONFIGS:
-        cfg = speed.flags(name)
-        assert name in (f"{cfg.n_layer}L/{cfg.n_embd}/T{cfg.block_size}/B{cfg.batch_size}", "make-train", "124M")
-    with torch.device("meta"):
-        assert Model(speed.flags("make-train")).n_params() == 1_820_928  # as in the README
-        assert Model(speed.flags("124M")).n_params() == pytest.approx(124e6, rel=0.01)
-
-
 def test_a_machine_that_the_table_is_not_for(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "config=124M needs a GPU with CUDA" in refused("--config=124M")
