@@ -292,7 +292,7 @@ def test_json_has_no_infinity(capsys):
         (["--file=one.txt"], ["file=one.txt has 1 tokens"]),
         (["--file=latin1.txt"], ["file=latin1.txt", "not UTF-8"]),
         (["--block_size=17"], ["block_size=17", "16"]),
-        (["--batch_size=2e9"], ["batch_size=2000000000", "lower batch_size"]),
+        (["--batch_size=2e9"], ["batch_size=2000000000", "make it smaller"]),
         (["--dtype=float16"], ["float16", "float32"]),
         (["--out_dir=hf", "--answers=x"], ["no directory hf"]),
         (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
