@@ -13,7 +13,7 @@ from data.objective import open_with_objective
 from engine.optim import Balance
 from engine.plan.accounting import flops, n_read
 from flags import READER
-from model import MLP_KIND, Experts, Inputs, Model, ModelConfig, try_flags
+from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
 
 E, WIDTH = 6, 40  # experts, and hidden units of each
 SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=E)
@@ -180,20 +180,6 @@ def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data)
     assert n % 5 and exact[:, :-1].sum(1).tolist() == [2 * n * T] * L
     for layout in ((5, 1), (n, 2)):
         assert torch.allclose(total(*layout), exact, rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ({"n_expert_active": 7}, "n_expert_active=7 with n_expert=6: .*; lower it"),
-        ({"n_dense_layer": L}, "n_expert=6: used only with n_expert=0 or a layer with experts"),
-        ({"block": "superblock", "layer": "c,e", "n_expert": 0}, "n_expert=0: an e needs experts; set n_expert"),
-        ({"block": "superblock", "layer": "c,e.heads"}, "experts may have only another map"),
-    ],
-)
-def test_experts_that_cannot_be_built(flags, words):
-    with pytest.raises(ValueError, match=words):
-        try_flags(ModelConfig(**SIZE | flags))
 
 
 def test_a_token_reads_its_share_of_the_parameters():

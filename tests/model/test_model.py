@@ -698,13 +698,16 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"mlp_ratio": 0.0}, ["mlp_ratio=0.0"]),
     ({"block": "standard", "n_group": 2}, ["n_group=2", "only with block=superblock"]),
     ({"rope_theta": -1.0}, ["rope_theta=-1.0"]),
-    ({"vocab_size": 0}, ["vocab_size=0"]),
+    ({"n_expert": 4, "n_expert_active": 7}, ["n_expert_active=7", "n_expert=4", "lower it"]),
+    ({"n_expert": 4, "n_dense_layer": 2}, ["n_expert=4", "used only with"]),
+    ({"block": "superblock", "layer": "c,e"}, ["n_expert=0", "set n_expert"]),
+    ({"block": "superblock", "layer": "c,e.heads", "n_expert": 4}, ["layer=", "experts may have only another map"]),
     *(({"pos": "rope", "rope_scaling": each}, ["rope_scaling=", each, "linear:F"])
       for each in (":::", "linear", "linear:2:3", "linear:1_0", "linear:-2", "linear:\u0662", "yarn:1e300")),
 ], ids=str)  # fmt: skip
 def test_impossible_flags_are_named(flags, fragments):
     with pytest.raises(ValueError) as error:
-        build(**flags)
+        M.try_flags(ModelConfig(**TINY | flags))
     assert "\n" not in str(error.value)
     for fragment in fragments:
         assert fragment in str(error.value)
