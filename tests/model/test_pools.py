@@ -56,7 +56,6 @@ def test_an_encoder_reads_no_memory():
 
 @pytest.mark.parametrize("layer,flags,said", [
     ("", {}, "layer='': '' is no reader"),
-    ("c p", {}, "'c p' is no reader"),
     ("c/0", {}, "'c/0' is no reader"),
     ("c" + ",p" * 5000, {}, "more than 1000 characters"),
     ("c.tanh", {}, ".tanh is no switch; known are heads, stream,"),
@@ -70,10 +69,8 @@ def test_an_encoder_reads_no_memory():
     ("c/3", {}, "attn takes 1/3 of 4 heads"),
     ("c/4", {"attention": "gqa", "n_kv_head": 2}, "attn takes 1/4 of 4 heads and of 2 key/value heads"),
     ("c.stream/2", {}, "2 heads of 8 channels are not as wide as the stream"),
-    ("c.none", {"head_dim": 6}, "4 heads of 6 channels are not as wide as the stream"),
     ("c.swiglu", {}, "attn.swiglu needs two keys for each value"),
     ("c.relu.own_slots", {}, "slots stand beside the softmax of a c"),
-    ("c,s.joint_slots", {}, "slots: slots stand beside the softmax of a c; write c.joint_slots"),
     ("c.relu", {"pos": "alibi"}, "needs a softmax, not .relu"),
     ("c/2", {"pos": "alibi"}, "the slopes are those of all heads"),
 ])  # fmt: skip
