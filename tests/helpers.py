@@ -64,6 +64,11 @@ def losses(folder: Path) -> list[tuple]:
     return [tuple(line[key] for key in keys if key in line) for line in metrics(folder)]
 
 
+def steps_of(folder: Path) -> list[tuple]:
+    """The `losses` of the logged steps, without those of evaluations."""
+    return [line for line in losses(folder) if len(line) == 5]
+
+
 def distance(lines: list[tuple], exact: list[tuple]) -> float:
     """The largest difference of two runs' `losses`, relative to the second's. There are four steps at least."""
     assert len(lines) == len(exact) >= 4
