@@ -129,9 +129,9 @@ class Run:
         self.step = state["step"]
         self.samples = state["samples"]
         self.skipped = state["skipped"]
-        self.stored_flags = state["flags"]
         self.watch = Watch(cfg, ranks.device, state["norms"])
-        place, self.changes = run_state.place_in_data(cfg, state, streams["train"], streams["val"])
+        place, changes = run_state.place_in_data(cfg, state, streams["train"], streams["val"])
+        self.notes = [*changes, optim.rescheduled(self.step, cfg, state["flags"])]
         self.log_interval = cfg.log_interval or (1 if ranks.device.type == "cpu" else 10)  # the host waits for a GPU
 
         cleanup.callback(gc.enable)
@@ -179,7 +179,7 @@ class Run:
         tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
         data = f"{tokens:,} tokens per step from {self.loader.stream.name}, {self.loader.n_windows:,} windows"
         self.metrics.say(f"{parameters}; {data}; {machine}; attention: {work.attention_kernels}")
-        notes = [*self.changes, optim.rescheduled(self.step, cfg, self.stored_flags), self.evaluation.why_no_bytes]
+        notes = [*self.notes, self.evaluation.why_no_bytes]
         if cfg.warmup_iters >= cfg.max_iters:
             notes.append(f"warning: warmup_iters={cfg.warmup_iters} is not over at max_iters={cfg.max_iters}; lower it")
         if cfg.dtype == "float32" and not cfg.fp32_residual:
@@ -315,8 +315,7 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
         return stepper, {**run_state.NEW}
     state = run_state.restore(cfg, stepper)
     same = state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash)
-    fact = f"dataset={cfg.dataset} has another tokenizer than the checkpoint in {cfg.out_dir}"
-    require(same, f"{fact}; use the same data")
+    require(same, f"dataset={cfg.dataset} has another tokenizer than the run in {cfg.out_dir}; use the same data")
     return stepper, state
 
 

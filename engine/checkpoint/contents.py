@@ -120,8 +120,8 @@ def read_state(path: Path) -> dict:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether the value is of a kind of STATE. A float must be finite, and an int below 2**43, so that counting and
-    seeds made of it can go on; neither is negative."""
+    """Whether the value is of a kind of STATE. Numbers are finite and not negative, an int is below 2**43, so that
+    counting and seeds made of it can go on."""
     if type(kind) is list:
         return type(value) is list and all(_fits(item, kind[0]) for item in value)
     if type(kind) is dict:
@@ -143,9 +143,7 @@ def own_part(x: Tensor | Part) -> Part:
 
 def write(file: Path, parts: dict[str, Part], metadata: dict[str, str] | None = None) -> dict[str, dict]:
     """Write a safetensors file so that it survives a power failure; returns what index.json has of each tensor."""
-    header = {}
-    if metadata:
-        header["__metadata__"] = metadata
+    header = {"__metadata__": metadata} if metadata else {}
     # Large numbers first, so that every piece starts at a multiple of its numbers' size, as a reader that maps it needs
     names = sorted(parts, key=lambda name: (-parts[name].tensor.itemsize, name))
     end = 0
@@ -176,7 +174,7 @@ def raw(x: Tensor) -> np.ndarray:
 
 def read_index(path: Path, state: dict) -> dict[str, Saved]:
     """What the directory of a checkpoint with this state holds, by name. Raises Damaged unless every piece lies inside
-    its tensor and in a file there that is long enough, and the sizes of a tensor's pieces add up to its size."""
+    its tensor and its file, and the sizes of a tensor's pieces add up to its size."""
     with damage_in(path, "index.json"):
         content = read_file(path / "index.json", LARGEST_INDEX)
         digest = hashlib.sha256(content).hexdigest()

@@ -25,7 +25,7 @@ from data.errors import require, say
 from data.files import fsync, read_file, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
-from engine.parallel.ranks import is_first_rank, of_first_rank, together
+from engine.parallel.ranks import is_first_rank, of_all_ranks, of_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old")
 TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
@@ -40,9 +40,9 @@ def save(
     best: bool = False, group: dist.ProcessGroup | None = None,
 ):  # fmt: skip
     """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`. Every rank calls it with
-    tensors by name, each a part or, equal on all ranks that have it, a whole one. Rank 0's `state`, see contents.STATE,
-    is written. Of the steps up to this one, the newest `keep_last` stay, and those that `latest` or `best` names. The
-    collectives use `group`, by default all ranks. OSError on every rank if one cannot write; older checkpoints stay."""
+    tensors by name, each a part or, equal on all ranks that have it, a whole one, and with a `group` for collectives.
+    Rank 0's `state`, see contents.STATE, is written. Of the steps up to this one, the newest `keep_last` stay, and
+    those that `latest` or `best` names. OSError on every rank if one cannot write; older checkpoints stay."""
     final = Path(out_dir) / f"step_{step:08d}"
     partial_step = final.with_name(f".tmp-{final.name}")
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
@@ -50,7 +50,7 @@ def save(
     file = partial_step / f"rank_{rank}.safetensors"
     try:
         together(lambda: is_first_rank() and _begin(partial_step), group)
-        mine = {name: parts[name] for name in _share(parts, group)}
+        mine = {name: parts[name] for name in _share(parts, rank, group)}
         written = _gather(together(lambda: contents.write(file, mine), group), group)
         together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best), group)
     except (OSError, ValueError) as error:
@@ -64,8 +64,7 @@ def save(
 
 def find(where: str | Path, which: str = "latest") -> Path:
     """The step directory that the file `which` ("latest" or "best") in `where` names, or `where` if it is one itself.
-    If `latest` names a step that does not exist, for example because it was damaged and the user has deleted it, the
-    result is the newest step that exists. Raises FileNotFoundError."""
+    If the user has deleted the step of `latest`, it is the newest one that exists. Raises FileNotFoundError."""
     where = Path(os.path.expanduser(where))
     if not where.is_dir():
         raise FileNotFoundError(f"no directory {where}; give the out_dir of a run, or one of its checkpoints")
@@ -75,9 +74,9 @@ def find(where: str | Path, which: str = "latest") -> Path:
     pointer = where / which
     for _ in range(3):  # a run that saves may write another name meanwhile
         name = named_by(pointer)
-        for step_dir in (where / name, where / f"{name}.old"):  # .old: a process was killed while it replaced this step
-            if STEP.fullmatch(name) and step_dir.is_dir():
-                return step_dir
+        for found in (where / name, where / f"{name}.old"):  # .old: a process was killed while it replaced this step
+            if STEP.fullmatch(name) and found.is_dir():
+                return found
     steps = steps_in(where)
     if not steps:
         raise FileNotFoundError(f"no checkpoint in {where}; train with this --out_dir first, without --init_from")
@@ -127,22 +126,22 @@ def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Save
 
 
 def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_size: float = math.inf):
-    """Read the named tensors in place. Every rank calls it; the checkpoint may come from any number of ranks. `index`
-    is what read_index has read there. Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be
-    more or fewer than the saved ones, see `unpadded`, and those that were not saved keep their values. ValueError on
-    every rank if a name is absent, its shape or dtype differs, or a weight is not finite; Damaged for damaged files."""
+    """Read the named tensors in place, from a checkpoint of any number of ranks with this index. Every rank calls it.
+    Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be more or fewer, see `unpadded`; those
+    that were not saved keep their values. ValueError on every rank if a name is absent, its shape or dtype differs, or
+    a weight is not finite; Damaged for damaged files."""
 
     def check_and_fill():
         for name, tensor in tensors.items():
-            saved, shape = index.get(name), tuple(tensor.shape)
+            saved = index.get(name)
+            shape = tuple(tensor.shape)
             same_shape = saved and unpadded(name, saved.shape, vocab_size) == unpadded(name, shape, vocab_size)
             if not same_shape or saved.dtype != tensor.dtype:
                 found = f"{saved.shape} {saved.dtype}" if saved else "absent"
                 fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
                 raise ValueError(f"{fact}; use the flags of its training")
-        for name, tensor in tensors.items():
             part = own_part(tensor)
-            contents.fill(path, name, index[name], part)
+            contents.fill(path, name, saved, part)
             finite = not name.startswith("model.") or part.tensor.isfinite().all()
             require(finite, f"{name} in checkpoint {path} has numbers that are not finite; use an earlier checkpoint")
 
@@ -157,21 +156,15 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
     return shape
 
 
-def _share(parts: dict[str, Part], group: dist.ProcessGroup | None) -> list[str]:
-    """The names of the parts that this rank writes; ranks that have the same parts take turns. Every rank calls it."""
-    if not dist.is_initialized():
-        return list(parts)
+def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -> list[str]:
+    """The names of the parts that rank `mine`, this one, writes; ranks that have the same parts take turns. Every rank
+    calls it."""
     holders = defaultdict(list)
-    plans = _gather([(name, part.offsets) for name, part in parts.items()], group)
-    for rank, plan in enumerate(plans):
-        for part in plan:
+    for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()], group)):
+        for part in held:
             holders[part].append(rank)
-    shares = [[] for _ in plans]
-    for turn, ((name, _), ranks) in enumerate(holders.items()):
-        shares[ranks[turn % len(ranks)]].append(name)
-    mine = [None]
-    dist.scatter_object_list(mine, shares or None, 0, group)
-    return mine[0]
+    turns = enumerate(holders.items())
+    return [name for turn, ((name, _), ranks) in turns if ranks[turn % len(ranks)] == mine]
 
 
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

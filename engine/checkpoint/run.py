@@ -4,7 +4,6 @@ A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.
 number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE.
 """
 
-import copy
 import filecmp
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,13 +24,12 @@ from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
 from engine.checkpoint.weights import Weights
 from engine.parallel.connection import may_restart
-from engine.parallel.ranks import Ranks, together
+from engine.parallel.ranks import together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
-SETTLED_BY_DATA = ("pairs",)  # flags that a new run has settled by its own data
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 NEW = {"step": 0, "samples": 0, "skipped": 0, "norms": [], "best_val_loss": None, "flags": {}, "data": {}}
 OF_EVALUATION = ("eval_iters", "batch_size", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of the best loss
@@ -39,8 +37,8 @@ FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the mode
 
 
 def locked(out_dir: str) -> AbstractContextManager:
-    """The lock of a run's folder, to be held before anything in it is read; rank 0 holds it for all ranks, which go on
-    when torchrun is killed. The holder may be a worker that torchrun replaces, so it has ten seconds to end."""
+    """The lock of a run's folder, to be held before anything in it is read; rank 0 holds it for all ranks. The holder
+    may be a worker that torchrun replaces, so it has ten seconds to end."""
     if os.environ.get("RANK", "0") != "0":
         return nullcontext()
     return lock.locked(out_dir, "out_dir", seconds=10 if may_restart() else 0.2)
@@ -49,10 +47,10 @@ def locked(out_dir: str) -> AbstractContextManager:
 def check_out_dir(cfg):
     """ValueError if out_dir is a checkpoint itself, or holds those of another run. If they have the flags of this one,
     and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume."""
-    folder = Path(cfg.out_dir)
-    where = f"out_dir={cfg.out_dir}"
     if cfg.eval_only:
         return
+    folder = Path(cfg.out_dir)
+    where = f"out_dir={cfg.out_dir}"
     if (folder / "state.json").exists():
         remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
@@ -82,7 +80,7 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
             cleanup.enter_context(locked(flags["out_dir"]))
         stored, path = checkpoint.read(flags["out_dir"], lambda path, state: (state["flags"], path))
     elif kind in ("checkpoint", "ema", *weights.FOREIGN):
-        left_out = OWN + SETTLED_BY_DATA
+        left_out = (*OWN, "pairs")  # which the data of a new run settle
         stored, path = weights.read(where, lambda found: (found.flags, found.path))
     else:
         return {}, ""
@@ -112,25 +110,16 @@ def layout(cfg) -> dict[str, tuple]:
 
 
 def check_same_weights(cfg, found: Weights):
-    """ValueError if the model of cfg needs other weights than those found. It names the flag that makes the difference.
-    All other flags are free: they change what is computed with the weights, or how they are trained."""
+    """ValueError if the model of cfg needs other weights than those found. It names the flags of the model that differ.
+    Otherwise they are free: they change what is computed with the weights, or how these are trained."""
     before = found.config()
-    weights_before = layout(before)
-    if layout(cfg) == weights_before:
+    if layout(cfg) == layout(before):
         return
-
-    def matters(name: str) -> bool:
-        alone = copy.copy(before)
-        setattr(alone, name, getattr(cfg, name))
-        try:
-            return layout(alone) != weights_before
-        except ValueError:  # this flag alone does not fit to the others
-            return True
-
     changed = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
-    name = next(filter(matters, changed), changed[0])
-    fact = f"the weights in {found.path}, of a model with {name}={getattr(before, name)}, do not fit"
-    raise ValueError(f"{fact} {name}={getattr(cfg, name)}; leave it out, or start with --init_from=scratch")
+    old = ", ".join(f"{name}={getattr(before, name)}" for name in changed)
+    new = ", ".join(f"{name}={getattr(cfg, name)}" for name in changed)
+    remedy = "leave them out, or start with --init_from=scratch"
+    raise ValueError(f"the weights in {found.path}, of a model with {old}, do not fit {new}; {remedy}")
 
 
 def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
@@ -165,9 +154,8 @@ def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
 
 
 def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
-    """(since and read of the Loader of a run that goes on from this state, what has changed as lines for the user). A
-    source is known by its shards, and goes on behind what was read of it; a new or changed one begins. A best loss of
-    another evaluation is dropped from the state."""
+    """(since and read of the Loader of a run that goes on from this state, lines about what has changed). A source is
+    known by its shards, and goes on behind what was read of it. A best loss of another evaluation is dropped."""
     stored = state["data"]
     place = {name: stored[name] for name in ("since", "read") if name in stored}
     notes = []
@@ -206,14 +194,6 @@ def tensors_of(run: Step) -> dict[str, Tensor]:
     return tensors
 
 
-def set_random_states(tensors: dict[str, Tensor], ranks: Ranks, path: Path):
-    with damage_in(path, "the state of random numbers"):
-        if f"rng.{ranks.rank}.cpu" in tensors:
-            torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
-        if f"rng.{ranks.rank}.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
-
-
 def restore(cfg, run: Step) -> dict:
     """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
     sharded = run.sharded
@@ -225,8 +205,15 @@ def restore(cfg, run: Step) -> dict:
         tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
         weights.load_tensors(path, tensors, sharded, index)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
-        together(partial(set_random_states, tensors, ranks, path))
+        together(partial(set_random_states, tensors, path))
         return state
+
+    def set_random_states(tensors: dict[str, Tensor], path: Path):
+        with damage_in(path, "the state of random numbers"):
+            if f"rng.{ranks.rank}.cpu" in tensors:
+                torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
+            if f"rng.{ranks.rank}.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
 
     state = checkpoint.read(cfg.out_dir, load)
     if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none

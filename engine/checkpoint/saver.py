@@ -1,7 +1,4 @@
-"""Saves the checkpoints of a training run, at once or in a thread, and ends the run if one cannot be written.
-
-Every rank makes a Checkpoints and calls the same methods in the same order.
-"""
+"""Saves the checkpoints of a training run, at once or in a thread, and ends the run if one cannot be written."""
 
 import math
 import threading
@@ -16,22 +13,21 @@ from data.errors import fail
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import Part, own_part
 from engine.metrics import Silent
-from engine.parallel import ranks as parallel
-from engine.parallel.ranks import Ranks
+from engine.parallel.ranks import Ranks, leave
 from engine.stop_signal import StopSignal
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run, one at a time.
+    """Saves the checkpoints of a run, one at a time. Every rank calls the same methods in the same order.
 
     last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far
     diverged_step       last step whose evaluation was not finite
 
-    With async_checkpoint, `save` returns when this rank's part of every tensor is copied to host memory, and a thread
-    writes the copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait
-    for it. Its collectives, of a process group of their own, mix with no others and wait longer for a slow disk.
+    With async_checkpoint, `save` returns when this rank's tensors are copied to host memory, and a thread writes the
+    copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait for it.
+    Its collectives have a process group of their own.
     """
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):
@@ -45,8 +41,7 @@ class Checkpoints:
         self.writing: Future | None = None
 
     def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
-        """Whether these losses of a step are finite, and the validation loss is lower than all before it. If so, it is
-        the lowest from now on."""
+        """Whether these losses of a step are finite, and the validation loss is now the lowest."""
         if not math.isfinite(train_loss) or not math.isfinite(val_loss):
             self.diverged_step = step
             return False
@@ -67,7 +62,7 @@ class Checkpoints:
         return f"the checkpoint of step {saved} is good"
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
-        """Save a checkpoint, after the previous checkpoint is written; `is_best`: its loss is the lowest so far."""
+        """Save a checkpoint after the one before it; `is_best`: its loss is the lowest so far."""
         self.wait()
         self.last_queued_step = step
         self.writing = writing = Future()
@@ -99,8 +94,7 @@ class Checkpoints:
         return part._replace(tensor=buffer.copy_(x, non_blocking=x.is_cuda))
 
     def wait(self):
-        """Wait until the checkpoint under way is written. If it has failed, which all ranks notice together, the run
-        ends after the first rank's report."""
+        """Wait until the checkpoint under way is written. If it has failed, on all ranks, the run ends."""
         if self.writing is None:
             return
         try:
@@ -113,7 +107,7 @@ class Checkpoints:
                 raise SystemExit(2) from None
             finally:
                 self.stop.finish()
-                parallel.leave()
+                leave()
 
     def fail(self, text: str, code: int = 1) -> NoReturn:
         """End the run with this error and exit code."""

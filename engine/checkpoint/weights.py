@@ -63,8 +63,8 @@ class Weights:
             same = tokenizer is None or self.tokenizer().same_tokens(tokenizer)
         except ValueError:  # it cannot be opened, so it is not known
             return
-        fact = f"dataset={dataset} has another tokenizer than the model in {self.path}"
-        require(same, f"{fact}; prepare the data with the tokenizer of the model")
+        remedy = "prepare the data with the tokenizer of the model"
+        require(same, f"dataset={dataset} has another tokenizer than the model in {self.path}; {remedy}")
 
 
 def read(where: str, action: Callable[[Weights], T]) -> T:

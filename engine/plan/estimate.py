@@ -27,8 +27,6 @@ from engine.plan.accounting import skeleton
 from engine.plan.measure import block_costs
 from model import Block, ExpertLinear, Heads, Model
 
-STATES = ("parameters", "gradients", "optimizer state")  # in float32; they stay from step to step
-CUT = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel, "ep": expert.apply_expert_parallel}
 GPU = torch.device("cuda")
 
 
@@ -64,23 +62,22 @@ class Rank:
         self.take_memory()
 
     def count_weights(self, model: Model):
-        """Count the weights, and what data-parallel ranks send of them and of their gradients."""
-        cfg = self.cfg
-        optimizer = OPTIMIZER[cfg.optimizer]
-        trained_by = dict.fromkeys(load_biases(model), Balance)
-        if optimizer.muon:
-            trained_by |= dict.fromkeys(hidden_matrices(model), Muon)
         self.held = Counter()  # numbers in this rank's shard, by optimizer
         self.gathered = Counter()  # numbers in all shards, by block; "" has what is in none
         self.state = 0  # bytes of the optimizer's state
         self.owned = 0.0  # numbers that Muon orthogonalises here,
         self.muon_flops = 0.0  # and the FLOPs for it
-        elsewhere = tuple(f"blocks.{layer}." for layer in range(cfg.n_layer - self.n_layer))
+        optimizer = OPTIMIZER[self.cfg.optimizer]
+        trained_by = dict.fromkeys(load_biases(model), Balance)
+        if optimizer.muon:
+            trained_by |= dict.fromkeys(hidden_matrices(model), Muon)
+        elsewhere = tuple(f"blocks.{layer}." for layer in range(self.cfg.n_layer - self.n_layer))
         for name, p in model.named_parameters():
             if not name.startswith(elsewhere):
                 self.count_weight(model, name, p, trained_by.get(p, optimizer.rest))
 
     def count_weight(self, model: Model, name: str, p: nn.Parameter, optimizer: type):
+        """Count a weight, and what ranks send of it and of its gradient."""
         cfg = self.cfg
         group = cfg.parallel
         rows = len(p)
@@ -116,16 +113,14 @@ class Rank:
     def sent_of(self, block: str, group: str, held: int) -> float:
         """Bytes that a rank sends to data-parallel ranks of a weight and of its gradient, which is reduced in float32.
         FSDP gathers blocks for the backward too; in a pipeline, this serves the next forward."""
-        cfg = self.cfg
         if not self.fsdp:
             return self.all_reduce(group, held)
+        cfg = self.cfg
         gathers = 1 if cfg.pp > 1 else self.micro_steps
         reductions = gathers if cfg.fsdp_reshard else 1
-        width = 4
-        if block:
-            width = self.dtype.itemsize
-            if cfg.fsdp_reshard:
-                gathers = self.micro_steps + cfg.pp - 1 if cfg.pp > 1 else 2 * self.micro_steps
+        if block and cfg.fsdp_reshard:
+            gathers = self.micro_steps + cfg.pp - 1 if cfg.pp > 1 else 2 * self.micro_steps
+        width = self.dtype.itemsize if block else 4
         n, _ = self.groups[group]
         return (n - 1) * held * (width * gathers + 4 * reductions)
 
@@ -146,7 +141,12 @@ class Rank:
         size = self.dtype.itemsize
         parameters = 4 * self.held.total()
         states = 2 * parameters + self.state
-        self.memory = dict(zip(STATES, (parameters, parameters, self.state), strict=True)) | self.copies()
+        self.memory = {
+            "parameters": parameters,
+            "gradients": parameters,
+            "optimizer state": self.state,
+            **self.copies(),
+        }
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
         kept += sum(cost.kept for cost in self.blocks) // cfg.pp_chunks
         passes = stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps)
@@ -154,17 +154,18 @@ class Rank:
         self.memory["activations"] = kept * max(in_flight)
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
         backward = max(cost.backward for cost in self.blocks)
-        most = sum(self.memory.values()) + max(self.loss(), backward)
+        loss = self.loss()
+        most = sum(self.memory.values()) + max(loss, backward)
         owned = int(self.owned)
         update = (4 + 2 * size) * self.held[Muon] + size * owned + 16 * min(owned, Muon.LARGEST)
-        self.memory |= {"logits and loss": self.loss(), "backward of a block": backward, "update by Muon": update}
+        self.memory |= {"logits and loss": loss, "backward of a block": backward, "update by Muon": update}
         self.host = states if self.fsdp and cfg.fsdp_offload else 0
         self.total = max(most, states + update) - self.host
 
     def copies(self) -> dict[str, int]:
-        """Copies of weights and gradients in a step. FSDP gathers a block while the block before it computes, and
-        reduces a block's gradients in float32 while others are computed. What is in no block stays gathered, in a
-        pipeline all weights. If weights stay gathered, only the last micro-step reduces gradients."""
+        """Copies of weights and gradients. FSDP gathers a block while another computes, and reduces its gradients in
+        float32. What is in no block stays gathered, in a pipeline all weights; then only the last micro-step reduces
+        gradients."""
         size = self.dtype.itemsize
         blocks = [n for block, n in self.gathered.items() if block]
         if not self.fsdp:
@@ -198,7 +199,6 @@ class Rank:
 
 
 def groups(cfg) -> dict[str, tuple[int, int]]:
-    """Kind of group -> (number of ranks, distance between consecutive ranks)."""
     data = ranks.data_ranks(cfg, cfg.world_size)
     copies = ranks.replicas(cfg)
     shards = data * cfg.cp // copies
@@ -219,12 +219,14 @@ def as_in_training(model: Model, cfg, lengths: tuple[int, int]) -> Iterator[None
     """The model cut and changed in place as in training on GPUs, among ranks that do not exist."""
     takes_flash = ops.takes_flash
     ops.takes_flash = lambda _, *given: takes_flash("cuda", *given)  # fake tensors are on the CPU
-    sizes = {"tp": cfg.tp, "cp": cfg.cp, "ep": cfg.ep}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(sizes.values()))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(cfg.tp, cfg.cp, cfg.ep))
     try:
-        for kind, n in sizes.items():
-            if n > 1:
-                CUT[kind](model, dist.new_group([*range(n)], group_desc=kind))
+        if cfg.tp > 1:
+            tensor.apply_tensor_parallel(model, dist.new_group([*range(cfg.tp)], group_desc="tp"))
+        if cfg.cp > 1:
+            context.apply_context_parallel(model, dist.new_group([*range(cfg.cp)], group_desc="cp"))
+        if cfg.ep > 1:
+            expert.apply_expert_parallel(model, dist.new_group([*range(cfg.ep)], group_desc="ep"))
         if cfg.fp8:
             fp8.check(cfg, lengths)
             fp8.apply(model)

@@ -53,8 +53,7 @@ class Trace(TorchDispatchMode):
         if "c10d" in namespace:
             self.send(name, args)
         given = storages((args, kwargs))
-        of_weight = func is torch.ops.aten._to_copy.default and given <= self.weights
-        if not of_weight:
+        if not (func is torch.ops.aten._to_copy.default and given <= self.weights):
             for storage in storages(out) - given:
                 self.allocate(storage.nbytes())
                 weakref.finalize(storage, self.allocate, -storage.nbytes())

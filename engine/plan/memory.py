@@ -20,14 +20,8 @@ FLAGS = {  # kind -> the flags that determine it: the first, and others that wer
     "parameters": ["vocab_size", *SIZES],
     "activations": ["batch_size", "block_size", "vocab_size", *SIZES],
     "weights": ["out_dir"],
-    "keys and values": ["num_samples"],
-    "logits": ["num_samples"],
+    "samples": ["num_samples"],
 }
-
-
-def width(dtype: str) -> int:
-    """The least bytes of a number that is computed under this value of the flag dtype."""
-    return 4 if dtype == "float32" else 2
 
 
 def training_need(cfg, lengths: tuple[int, int], device: torch.device, size: int) -> Need:
@@ -69,21 +63,23 @@ def evaluation_need(flags, batch_size: int, device: torch.device, size: int) -> 
 
 
 def sampling_need(cfg, flags) -> Need:
-    """The least memory of sampling with cfg from a model with these flags, after one token."""
-    heads = sum(n * heads_of(flags, reader)[1] for reader, n in flags.readers if reader.source == "context")
-    if flags.objective == "masked":
-        heads = 0
-    limit = flags.block_size
-    if cfg.overflow == "roll":
-        limit *= 2
-    keys = cfg.num_samples * min(limit, 1 + cfg.max_new_tokens) * heads * flags.head_size
-    logits = cfg.num_samples * flags.vocab_size
-    return {"weights": weights(flags), "keys and values": 2 * width(cfg.dtype) * keys, "logits": 4 * logits}
+    """The least memory of sampling with cfg from a model with these flags: keys and values, and logits."""
+    of_sample = 4 * flags.vocab_size
+    if flags.objective != "masked":
+        heads = sum(n * heads_of(flags, reader)[1] for reader, n in flags.readers if reader.source == "context")
+        keys = min(flags.block_size, 1 + cfg.max_new_tokens) * heads * flags.head_size
+        of_sample += 2 * width(cfg.dtype) * keys
+    return {"weights": weights(flags), "samples": cfg.num_samples * of_sample}
 
 
 def weights(flags) -> int:
     """Bytes of the weights of a model with these flags."""
     return 4 * skeleton(flags).n_params()
+
+
+def width(dtype: str) -> int:
+    """The least bytes of a number that is computed under this value of the flag dtype."""
+    return 4 if dtype == "float32" else 2
 
 
 def check_training(cfg, lengths: tuple[int, int], device: torch.device, size: int):
@@ -110,8 +106,5 @@ def check(cfg, need: Need, device: torch.device):
         remedy = "use a machine with more memory, or make it smaller"
         if most == "parameters":
             remedy += ", or divide them among more ranks with --parallel=fsdp; see --plan=True"
-        refuse(
-            cfg, " ".join(names),
-            f"needs at least {total / 2**30:,.1f} GiB, most of it for {most}, and {where} can have "
-            f"{limit / 2**30:,.1f} GiB of memory; {remedy}",
-        )  # fmt: skip
+        fact = f"needs at least {total / 2**30:,.1f} GiB, most of it for {most}"
+        refuse(cfg, " ".join(names), f"{fact}, and {where} can have {limit / 2**30:,.1f} GiB of memory; {remedy}")

@@ -1,5 +1,7 @@
 """init_from=checkpoint:RUN: a new run from the weights of another one, in every layout; flags that are free or not."""
 
+import re
+
 import pytest
 import torch
 from helpers import IN_FLOAT64, TINY, distance, edit_state, losses, metrics, refused, state_of, weights_in
@@ -150,7 +152,8 @@ REFUSED = [  # what the message says of the source, what it says of these flags,
 def test_flags_that_need_other_weights_are_named(old, new, more, source, tmp_path, capsys):
     base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     line = refused(train.main, [*base, *(f"--{flag}" for flag in (new, *more))], capsys)
-    assert f"of a model with {old}, do not fit {new}; leave" in line and not (tmp_path / "new").exists()
+    assert re.search(f"of a model with .*{old}.* do not fit .*{new}.*; leave", line)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("block", BLOCK)

@@ -64,8 +64,8 @@ def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
 @pytest.mark.parametrize("layer,heads", [("c,p", 3 * 4), ("c/2,p;c+c/2,s", 2 * 2 + 6), ("c,p;p", 2 * 4)])
 def test_sampling_keeps_the_keys_of_each_reader_of_the_context(layer, heads):
     flags = ModelConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, block_size=32, block="superblock", layer=layer)
-    need = memory.sampling_need(SampleConfig(num_samples=2, max_new_tokens=19, dtype="float32"), flags)
-    assert need["keys and values"] == 2 * 20 * 2 * heads * 16 * 4  # sequences, tokens, k and v, channels, bytes
+    need = memory.sampling_need(SampleConfig(num_samples=3, max_new_tokens=19, dtype="float32"), flags)
+    assert need["samples"] == 3 * 4 * (20 * 2 * heads * 16 + 99)  # sequences, bytes, tokens, k and v, channels; logits
 
 
 def test_the_machine_is_what_the_least_limit_leaves(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_gpu_has_a_memory_of_its_own(monkeypatch):
     "flags,words",
     [
         ({"num_samples": 2 * 10**9}, ["num_samples=2000000000", "make it smaller"]),
-        ({"num_samples": 10**6, "max_new_tokens": 2 * 10**9}, ["num_samples=1000000: ", "keys and values"]),
+        ({"num_samples": 10**6, "max_new_tokens": 2 * 10**9}, ["num_samples=1000000: ", "samples"]),
         ({"out_dir": "/x"}, ["out_dir='/x'", "most of it for weights", "use a machine with more memory"]),
     ],
     ids=str,

@@ -30,9 +30,9 @@ from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel, local
 from engine.plan import memory, plan
-from engine.plan.estimate import STATES
 from model import BLOCK, Model
 
+STATES = "parameters", "gradients", "optimizer state"
 TINY = {
     "n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
     "gradient_accumulation_steps": 16, "dtype": "float32", "device": "cpu", "compile": False, "plan": True,
