@@ -49,7 +49,8 @@ class Rank:
         self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_ranks(cfg, cfg.world_size)
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
         self.lengths = objective_class(cfg)(*objective).lengths
-        width = 4 if cfg.fp32_residual else self.dtype.itemsize
+        self.size = self.dtype.itemsize
+        width = 4 if cfg.fp32_residual else self.size
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
         self.n_layer = sum(map(len, stages.layers(cfg.n_layer, 0, cfg.pp, cfg.pp_chunks)))
         model = skeleton(cfg)
@@ -120,7 +121,7 @@ class Rank:
         reductions = gathers if cfg.fsdp_reshard else 1
         if block and cfg.fsdp_reshard:
             gathers = self.micro_steps + cfg.pp - 1 if cfg.pp > 1 else 2 * self.micro_steps
-        width = self.dtype.itemsize if block else 4
+        width = self.size if block else 4
         n, _ = self.groups[group]
         return (n - 1) * held * (width * gathers + 4 * reductions)
 
@@ -134,39 +135,35 @@ class Rank:
         if cfg.pp > 1:  # as a rank in the middle
             self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
         n, _ = self.groups["muon"]
-        self.traffic["muon"] = self.dtype.itemsize * (self.held[Muon] + self.owned) * (n - 1) / n
+        self.traffic["muon"] = self.size * (self.held[Muon] + self.owned) * (n - 1) / n
 
     def take_memory(self):
         cfg = self.cfg
-        size = self.dtype.itemsize
+        size = self.size
         parameters = 4 * self.held.total()
         states = 2 * parameters + self.state
-        self.memory = {
-            "parameters": parameters,
-            "gradients": parameters,
-            "optimizer state": self.state,
-            **self.copies(),
-        }
+        self.memory = {"parameters": parameters, "gradients": parameters, "optimizer state": self.state}
+        self.memory |= self.copies()
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
         kept += sum(cost.kept for cost in self.blocks) // cfg.pp_chunks
         passes = stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps)
         in_flight = accumulate(1 if forward else -1 for _, forward in passes)
         self.memory["activations"] = kept * max(in_flight)
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
-        backward = max(cost.backward for cost in self.blocks)
         loss = self.loss()
-        most = sum(self.memory.values()) + max(loss, backward)
+        backward = max(cost.backward for cost in self.blocks)
+        self.total = sum(self.memory.values()) + max(loss, backward)
         owned = int(self.owned)
         update = (4 + 2 * size) * self.held[Muon] + size * owned + 16 * min(owned, Muon.LARGEST)
         self.memory |= {"logits and loss": loss, "backward of a block": backward, "update by Muon": update}
         self.host = states if self.fsdp and cfg.fsdp_offload else 0
-        self.total = max(most, states + update) - self.host
+        self.total = max(self.total, states + update) - self.host
 
     def copies(self) -> dict[str, int]:
         """Copies of weights and gradients. FSDP gathers a block while another computes, and reduces its gradients in
         float32. What is in no block stays gathered, in a pipeline all weights; then only the last micro-step reduces
         gradients."""
-        size = self.dtype.itemsize
+        size = self.size
         blocks = [n for block, n in self.gathered.items() if block]
         if not self.fsdp:
             return {"weights cast by autocast": size * sum(blocks) if size < 4 else 0}
@@ -183,18 +180,15 @@ class Rank:
         """Bytes of the last norm's result, gathered with its gradient, of the head's gradient, and of a chunk's logits
         with their gradient. An uncompiled loss keeps logits and logarithms in float32 too."""
         cfg = self.cfg
-        size = self.dtype.itemsize
         vocab = cfg.vocab_rows // cfg.tp
         tokens = cfg.batch_size * self.lengths[0] // cfg.cp
         rows = ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, GPU))
         of_weight = 4
-        of_logit = 2 * size
-        if size < 4:
-            of_weight += size
-        if size < 4 and not cfg.compile:
-            of_logit += 8
-        if cfg.logit_softcap > 0 and not cfg.compile:
-            of_logit += 8
+        of_logit = 2 * self.size
+        if self.size < 4:
+            of_weight += self.size
+        if not cfg.compile:
+            of_logit += 8 * ((self.size < 4) + (cfg.logit_softcap > 0))
         return 3 * cfg.tp * self.streams[0] + vocab * (cfg.n_embd * of_weight + rows * of_logit)
 
 
