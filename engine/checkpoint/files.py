@@ -140,8 +140,9 @@ def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_
                 found = f"{saved.shape} {saved.dtype}" if saved else "absent"
                 fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
                 raise ValueError(f"{fact}; use the flags of its training")
+        for name, tensor in tensors.items():
             part = own_part(tensor)
-            contents.fill(path, name, saved, part)
+            contents.fill(path, name, index[name], part)
             finite = not name.startswith("model.") or part.tensor.isfinite().all()
             require(finite, f"{name} in checkpoint {path} has numbers that are not finite; use an earlier checkpoint")
 
@@ -157,8 +158,7 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
 
 
 def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -> list[str]:
-    """The names of the parts that rank `mine`, this one, writes; ranks that have the same parts take turns. Every rank
-    calls it."""
+    """The names of the parts that rank `mine` writes; ranks that have the same parts take turns. Every rank calls it."""
     holders = defaultdict(list)
     for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()], group)):
         for part in held:
