@@ -158,7 +158,7 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
 
 
 def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -> list[str]:
-    """The names of the parts that rank `mine` writes; ranks that have the same parts take turns. Every rank calls it."""
+    """The names of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
     holders = defaultdict(list)
     for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()], group)):
         for part in held:
