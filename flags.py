@@ -198,6 +198,7 @@ READER = {  # letter -> what it stands for without switches
 }
 SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
 SWITCH |= {"joint_slots": "slots"}  # any other switch is a phi
+STRING = {"standard": "c,p", "parallel": "m,c+p"}  # --block -> its --layer
 Sums = tuple[tuple[Reader, ...], ...]  # of a layer: the readers of each sum
 
 
@@ -267,18 +268,23 @@ class LayerFlags(Flags):
 
     @property
     def strings(self) -> list[str]:
-        """One string for each layer, in turn. In blocks other than superblock, it tells attention and the MLP alone."""
+        """One string for each layer, in turn. Of a block without strings, it tells attention and the MLP alone."""
         if self.block == "superblock":
             return self.layer.split(";")
-        dense = min(self.n_dense_layer, self.n_layer) if self.n_expert else 1
-        return ["c,p"] * dense + ["c,e"] * (self.n_layer - dense if self.n_expert else 0)
+        string = STRING.get(self.block, "c,p")
+        if not self.n_expert:
+            return [string]
+        dense = min(self.n_dense_layer, self.n_layer)
+        return [string] * dense + [string.replace("p", "e")] * (self.n_layer - dense)
 
-    def sums(self, layer: int, string: str = "") -> Sums:
+    def sums(self, layer: int) -> Sums:
+        return self.sums_of(self.strings[layer % len(self.strings)])
+
+    def sums_of(self, string: str) -> Sums:
         """The readers of each sum of a layer. A decoder whose string has no m reads the memory in a sum of its own
         after the first sum with a c, or first of all; a model without an encoder has no m."""
-        strings = self.strings
         try:
-            sums = parsed(string or strings[layer % len(strings)])
+            sums = parsed(string)
         except ValueError as error:
             refuse(self, "layer", str(error))
         if self.objective != "seq2seq":
@@ -297,7 +303,7 @@ class LayerFlags(Flags):
         counts = Counter()
         for i, string in enumerate(strings):
             counts[string] += len(range(i, self.n_layer, len(strings)))
-        return [(r, n) for string, n in counts.items() for readers in self.sums(0, string) for r in readers]
+        return [(r, n) for string, n in counts.items() for readers in self.sums_of(string) for r in readers]
 
     @property
     def outputs(self) -> int:

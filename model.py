@@ -998,12 +998,12 @@ class Sum(nn.Module):
         return self.total(y).to(s.dtype)  # some norms return float32
 
 
-def readers_of(cfg: ModelConfig, layer: int, string: str = "") -> list[Sum]:
-    """The sums of a layer whose readers stand in this string, by default in the layer's own of cfg.layer."""
-    if string and has_experts(cfg, layer):
-        string = string.replace("p", "e")
-    sums = cfg.sums(layer, string)
-    return [Sum(cfg, **{reader.name: make_reader(cfg, layer, reader) for reader in readers}) for readers in sums]
+def readers_of(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """The sums of a layer whose readers stand in a string: that of --layer, or of STRING in flags.py."""
+    sums = []
+    for readers in cfg.sums(layer):
+        sums.append(Sum(cfg, **{reader.name: make_reader(cfg, layer, reader) for reader in readers}))
+    return sums
 
 
 def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
@@ -1013,13 +1013,11 @@ def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
     return kinds[reader.source](cfg, layer, reader)
 
 
-def has_experts(cfg: ModelConfig, layer: int) -> bool:
-    return cfg.n_expert > 0 and layer >= cfg.n_dense_layer
-
-
 def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
     """The MLP of a layer, or its experts."""
-    return make_reader(cfg, layer, READER["e" if has_experts(cfg, layer) else "p"])
+    if cfg.n_expert and layer >= cfg.n_dense_layer:
+        return Experts(cfg, layer, READER["e"])
+    return MLP(cfg, layer)
 
 
 def cross(cfg: ModelConfig, layer: int) -> dict[str, nn.Module]:
@@ -1044,8 +1042,8 @@ def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 
 BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
-    "standard": partial(readers_of, string="c,p"),  # arXiv:1706.03762, with its norm in front as in GPT-2
-    "parallel": partial(readers_of, string="m,c+p"),  # one norm for both (GPT-J; PaLM, arXiv:2204.02311)
+    "standard": readers_of,  # c,p: attention, then the MLP (arXiv:1706.03762, with its norm in front as in GPT-2)
+    "parallel": readers_of,  # c+p: one norm for both (GPT-J; PaLM, arXiv:2204.02311)
     "simplified": simplified,
     "simplified_parallel": simplified_parallel,
     "superblock": readers_of,
