@@ -3,8 +3,8 @@
     y = attention(q, k, v, D, Mask(window=256))         # softmax(q k^T / sqrt(D)) v, never as a (T, S) matrix
     total = cross_entropy(x, weight, targets)           # of logits x W^T that never exist as (N, V)
 
-Each docstring has the formula. model.py imports these functions and says what is computed with them; names of sizes are
-explained there. Autograd functions save passes over memory, which limit the speed on CPUs.
+Each docstring has the formula; model.py explains the names of sizes. Autograd functions save passes over memory, which
+limit the speed on CPUs.
 """
 
 import hashlib
@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Dtypes
 
 
@@ -46,7 +45,6 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Norms and elementwise functions
 
 
@@ -157,17 +155,17 @@ class SquaredReLU(torch.autograd.Function):
 def dropped(x: Tensor, p: float) -> Tensor:
     """Each element of x is 0 with probability p, otherwise divided by 1 - p.
 
-    In eager mode on a CPU, 16 random bits decide on each element (p is rounded to 1 / 65536), because Bernoulli draws
-    take longer than a small model's matrix products.
+    In eager mode on a CPU, 16 random bits decide on each element, as Bernoulli draws take longer than a small model's
+    matrix products. p is rounded to 1 / 65536.
     """
     if p == 0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     limit = min(round(p * 2**16), 2**16 - 1)
-    words = -(-x.numel() // 4)
-    bits = torch.empty(words, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    kept = (bits[: x.numel()] >= limit - 2**15).view(x.shape)
+    n = x.numel()
+    bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = (bits[:n] >= limit - 2**15).view(x.shape)
     return x * kept.to(x.dtype).mul_(2**16 / (2**16 - limit))
 
 
@@ -178,7 +176,6 @@ def capped(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Experts
 
 
@@ -246,7 +243,6 @@ class WithGradient(torch.autograd.Function):
 
 with_gradient = WithGradient.apply
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Attention
 
 
@@ -368,11 +364,8 @@ def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
     PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at most 256 keys on a CPU,
-    bfloat16 inputs become float32, whose backward is up to six times as fast.
-
-    PyTorch prefers cuDNN's kernel on some GPUs. cuDNN builds a plan for each combination of sizes, in 20 ms to 1 s, and
-    with a mask its gradient of q can be NaN (github.com/pytorch/pytorch/issues/196678). So it is allowed only for
-    self-attention without a mask that has a backward, whose sizes are the same in each step."""
+    bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which PyTorch prefers on
+    some GPUs, is allowed only for self-attention without a mask that has a backward, see docs/gpu.md."""
     group = q.size(1) // k.size(1)
     dtype = matmul_dtype(q)
     if q.device.type == "cpu" and dtype == torch.bfloat16 and k.size(2) <= 256:
@@ -407,7 +400,9 @@ def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     i = torch.arange(W, device=q.device)[:, None]
     j = torch.arange(2 * W, device=q.device)
     band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
-    rest = sdpa(blocks(q, W, W), blocks(k, 0, 2 * W), blocks(v, 0, 2 * W), attn_mask=band)
+    keys = blocks(k, 0, 2 * W)
+    values = blocks(v, 0, 2 * W)
+    rest = sdpa(blocks(q, W, W), keys, values, attn_mask=band)
     rest = rest.view(n - 1, B, H, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
     first = sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True)
     return torch.cat((first, rest), dim=2)[:, :, :T]
@@ -454,8 +449,10 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
             last = min(S, S - T + end + mask.window - 1)
         if mask.causal:
             last = S - T + end
+        queries = slice(i, end)
         keys = slice(slots + first, slots + last)
-        out.append(strip(q[:, :, i:end], k[:, :, keys], v[:, :, keys], lo[..., i:end], hi[..., i:end], first))
+        given = q[:, :, queries], k[:, :, keys], v[:, :, keys], lo[..., queries], hi[..., queries], first
+        out.append(strip(*given))
     return torch.cat(out, dim=2)
 
 
@@ -474,13 +471,13 @@ def naive_attention(
     D: int, cap: float, dropout: float, phi: Callable | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
 ) -> Tensor:
     """Attention with a softcap or another phi than the softmax, or with dropout on a CPU. Shapes as in attention;
-    attn_mask is boolean and broadcasts to (B, H, T, S). Each weight of each head is dropped by itself, after the
-    softmax has normalised them all."""
+    attn_mask is boolean and broadcasts to (B, H, T, S). Weights are dropped after the softmax."""
     q = (q * D**-0.5).unflatten(1, (k.size(1), -1))  # (B, Hkv, G, t, E)
     k = k[:, :, None]  # (B, Hkv, 1, s, E)
     v = v[:, :, None]
     if cap:
-        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + q[..., D:] @ k[..., D:].mT
+        bias = q[..., D:] @ k[..., D:].mT
+        scores = capped(q[..., :D] @ k[..., :D].mT, cap) + bias
     else:
         scores = q @ k.mT
     wide = at_least_float32(scores.flatten(1, 2))
@@ -497,7 +494,8 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
     """attention with q = k = 0, in O(T): the mean of the visible values. With a position bias, in the columns
     from D on, the weights are the softmax of the bias. Shapes as in attention; k has H heads."""
     if q.size(-1) > D:
-        q = torch.cat((torch.zeros_like(q[..., :D]), q[..., D:]), dim=-1)
+        zero = torch.zeros_like(q[..., :D])
+        q = torch.cat((zero, q[..., D:]), dim=-1)
         return attention(q, k, v, D, mask, strips=strips)
     T = q.size(2)
     S = k.size(2)
@@ -506,7 +504,8 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
     total = at_least_float32(v).cumsum(dim=2)
     lo, hi = mask.reach(T, S, v.device)
     if mask.docs is None and mask.causal and not 0 < mask.window < S:
-        return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
+        mean = total[:, :, S - T :] / hi[:, None]
+        return mean.to(v.dtype)
     total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
     lo = lo.view(-1, 1, T, 1)
     hi = hi.view(-1, 1, T, 1)
@@ -514,7 +513,6 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
     return (seen / (hi - lo)).to(v.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Loss
 
 
@@ -543,8 +541,7 @@ def cross_entropy(
 
 def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
     """Number of tokens whose logits exist at once in the loss: `chunk`, or if it is 0, as many as fit in 1 GiB of
-    float32 on a GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere. In 16 bits, the logits and their gradient
-    together take as many bytes; a compiled chunk keeps nothing else."""
+    float32 on a GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere."""
     numbers = 2**28 if device.type == "cuda" else 2**25
     fit = max(1, numbers // vocab_size)
     if fit > 128:
@@ -603,10 +600,8 @@ def chunk_loss(
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
-    chunk by chunk. options: the softcap, rows of a chunk, chunk_loss, perhaps compiled, and whether there is a
-    backward. The gradients are stored unscaled; the backward multiplies them in place by the
-    incoming gradient, which contains the loss scale of float16. So a second backward of the same graph raises
-    RuntimeError."""
+    chunk by chunk. options: the softcap, rows of a chunk, chunk_loss, and whether there is a backward. That multiplies
+    the stored gradients in place by the incoming one, which contains the loss scale of float16, and so works once."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, options: tuple) -> Tensor:
@@ -639,7 +634,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return *(None if x is None else x.mul_(grad) for x in ctx.saved_tensors), None, None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Random numbers
 
 
@@ -649,7 +643,8 @@ def normal(key: str, shape: tuple, start: tuple, size: tuple, device: torch.devi
     A number depends only on the key and its place in the array. A hash of both gives two uniform 32-bit numbers, which
     Box and Muller's formula turns into a normal one. float64 makes the results almost always equal on all devices.
     """
-    first = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+    digest = hashlib.sha256(key.encode()).digest()
+    first = int.from_bytes(digest[:8], "little", signed=True)
     place = torch.full((), first, dtype=torch.int64, device=device)  # of the numbers of a row, the first dimension
     for dim in range(1, len(shape)):
         stride = math.prod(shape[dim + 1 :])
@@ -658,8 +653,8 @@ def normal(key: str, shape: tuple, start: tuple, size: tuple, device: torch.devi
     rows = max(1, 2**16 // max(1, place.numel()))  # rows at once, so that the hashes stay in the cache
     for i in range(0, size[0], rows):
         part = out[i : i + rows]
-        row = torch.arange(start[0] + i, start[0] + i + len(part), device=device)
-        bits = splitmix64(row.view(-1, *[1] * place.dim()) * math.prod(shape[1:]) + place)
+        row = torch.arange(len(part), device=device).add_(start[0] + i).view(-1, *[1] * place.dim())
+        bits = splitmix64(row * math.prod(shape[1:]) + place)
         upper = (bits >> 32).bitwise_and_(2**32 - 1).to(torch.float64)
         lower = bits.bitwise_and_(2**32 - 1).to(torch.float64)
         radius = upper.add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()

@@ -28,16 +28,15 @@ def read_pairs(stream: TokenStream, eot: int, n: int) -> list[tuple[list[int], l
 @torch.inference_mode()
 def greedy(model: Model, tokenizer: Tokenizer, sources: Tensor) -> list[list[int]]:
     """The answers to sources (B, S): the most likely token at each step, until end-of-text or the end of the window."""
-    eot, limit, rows = tokenizer.eot, model.cfg.block_size, len(sources)
+    eot = tokenizer.eot
+    begin = sources
+    encoded = None
     if model.encoder:
-        begin = sources.new_full((rows, 1), eot)
+        begin = sources.new_full((len(sources), 1), eot)
         encoded = F.pad(sources, (0, 1), value=eot)
-        room = limit
-    else:
-        begin, encoded = sources, None
-        room = limit + 1 - sources.size(1)
+    room = model.cfg.block_size + 1 - begin.size(1)
     written = []
-    ended = torch.zeros(rows, dtype=torch.bool, device=sources.device)
+    ended = torch.zeros(len(sources), dtype=torch.bool, device=sources.device)
     for tokens in generate(model, begin, room, lambda logits: logits[:, : tokenizer.vocab_size].argmax(-1), encoded):
         written.append(tokens)
         ended |= tokens == eot
@@ -48,14 +47,9 @@ def greedy(model: Model, tokenizer: Tokenizer, sources: Tensor) -> list[list[int
 
 
 def answer(
-    model: Model,
-    tokenizer: Tokenizer,
-    stream: TokenStream,
-    device: torch.device,
-    batch_size: int,
-    n: int,
+    model: Model, tokenizer: Tokenizer, stream: TokenStream, device: torch.device, batch_size: int, n: int,
     file: BinaryIO,
-) -> float:
+) -> float:  # fmt: skip
     """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
     JSON object in each line. Returns the share of answers that are the target.
 
@@ -71,7 +65,7 @@ def answer(
             rows = places[start : start + batch_size]
             sources = torch.tensor([pairs[i][0] for i in rows], device=device)
             answers |= dict(zip(rows, greedy(model, tokenizer, sources), strict=True))
-    lines, right = [], 0
+    right = 0
     for i, (source, target) in enumerate(pairs):
         right += answers[i] == target
         record = {
@@ -79,6 +73,6 @@ def answer(
             "target": tokenizer.decode_rest(target),  # which continues the source
             "answer": tokenizer.decode_rest(answers[i]),
         }
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    file.write("".join(lines).encode())
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        file.write(line.encode())
     return right / len(pairs)

@@ -17,7 +17,8 @@ from data.errors import require
 from model import Linear
 from ops import matmul_dtype
 
-DTYPE, UNIT = torch.float8_e4m3fn, 16  # three bits of mantissa; a GPU's products take sizes that are multiples of UNIT
+DTYPE = torch.float8_e4m3fn  # three bits of mantissa
+UNIT = 16  # a GPU's products take sizes that are multiples of it
 LARGEST = torch.finfo(DTYPE).max
 
 
@@ -26,13 +27,20 @@ def layers(model: nn.Module) -> dict[str, Linear]:
     return {n: m for n, m in model.named_modules() if type(m) is Linear and m.role not in ("router", "per_head")}
 
 
+def able(device: torch.device) -> bool:
+    """Whether the device multiplies float8."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
-    if device:
-        cuda, able = device.type == "cuda", torch.version.hip is None
-        name = torch.cuda.get_device_name(device) if cuda else device.type
+    if device and not able(device):
+        name = device.type
+        if name == "cuda":
+            name = torch.cuda.get_device_name(device)
         fact = f"fp8=True needs an NVIDIA GPU of compute capability 8.9 or later, and the device is {name}"
-        require(cuda and able and torch.cuda.get_device_capability(device) >= (8, 9), f"{fact}; leave fp8 out")
+        raise ValueError(f"{fact}; leave fp8 out")
     wrong = f"fp8=True does not go with dtype={cfg.dtype}; set dtype=bfloat16, or leave fp8 out"
     require(cfg.dtype in ("auto", "bfloat16"), wrong)
     wrong = f"fp8=True does not go with tp={cfg.tp} and bias=True, of which ranks add shares; set tp=1 or bias=False"
@@ -55,7 +63,9 @@ def linear(layer: Linear, x: Tensor) -> Tensor:
     """x W^T + b in the dtype of matrix products: x (..., i) -> (..., o)."""
     dtype = matmul_dtype(x)
     y = Product.apply(x.to(dtype).flatten(0, -2), layer.weight).unflatten(0, x.shape[:-1])
-    return y if layer.bias is None else y + layer.bias.to(dtype)
+    if layer.bias is not None:
+        y = y + layer.bias.to(dtype)
+    return y
 
 
 class Product(torch.autograd.Function):
@@ -77,7 +87,8 @@ class Product(torch.autograd.Function):
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """a b^T of rows that are rounded to float8: a (M, K), b (N, K) -> (M, N). As in torchao's recipe for rows, sums are
     `fast`, with fewer bits on some GPUs, in the forward alone."""
-    (a, a_scale), (b, b_scale) = rounded(a), rounded(b)
+    a, a_scale = rounded(a)
+    b, b_scale = rounded(b)
     return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 

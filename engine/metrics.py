@@ -36,7 +36,6 @@ NUMBERS = set("step loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step 
 NUMBERS |= {"train_loss", "val_loss", "val_bpb"}
 LARGEST = 1e100  # more than float32 holds; sums and squares of such numbers are still finite
 LARGEST_FILE = 2**32  # bytes of metrics.jsonl
-LARGEST_LINE = 2**20  # bytes of a row
 
 
 def is_row(row: dict) -> bool:
@@ -48,7 +47,7 @@ def is_row(row: dict) -> bool:
 def read_metrics(path: Path) -> Iterator[dict]:
     """Yields the rows of a metrics.jsonl. Lines that are half written or no rows are left out."""
     with open_small(path, LARGEST_FILE) as file:
-        while line := file.readline(LARGEST_LINE):
+        for line in file:
             with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 row = json.loads(line)
                 if is_row(row):

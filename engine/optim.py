@@ -11,6 +11,7 @@ Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -122,14 +123,10 @@ class Muon:
 
     def orthogonalize_all(self, updates: dict[nn.Parameter, Tensor]):
         """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
-        same_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        same_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for p, update in updates.items():
-            dim, groups, sizes = self.fused[p] or (0, 1, (update.size(-2),))
-            for each in update.reshape(-1, *update.shape[-2:]):  # a view; experts have a matrix each
-                for piece in each.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):  # views, groups apart
-                    shape = [*each.shape]
-                    shape[dim] = groups * piece.size(dim + 1)
-                    same_shape[tuple(shape)].append(piece)
+            for piece, shape in logical_matrices(update, self.fused[p]):
+                same_shape[shape].append(piece)
         for (rows, columns), pieces in same_shape.items():
             at_once = max(1, self.LARGEST // (rows * columns))
             for start in range(0, len(pieces), at_once):
@@ -140,6 +137,16 @@ class Muon:
                     piece.copy_(matrix.view_as(piece))
 
 
+def logical_matrices(x: Tensor, fused: Fused | None) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """The logical matrices of a weight, or of its update, as views whose groups are apart, and their shapes."""
+    dim, groups, sizes = fused or (0, 1, (x.size(-2),))
+    for matrix in x.reshape(-1, *x.shape[-2:]):  # experts have a matrix each
+        for piece in matrix.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):
+            shape = [*matrix.shape]
+            shape[dim] = groups * piece.size(dim + 1)
+            yield piece, tuple(shape)
+
+
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns).
 
@@ -148,12 +155,15 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)) + 1e-7)
     x = x.to(iteration_dtype(dtype))
     tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x  # the Gram matrix is the smaller one
+    if tall:  # the Gram matrix is the smaller one
+        x = x.mT
     for _ in range(5):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on singular values s
-    return x.mT if tall else x
+    if tall:
+        x = x.mT
+    return x
 
 
 def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -181,9 +191,13 @@ class Elementwise:
     def step(self):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                state = {kind: [local(self.state[p][kind]) for p in params] for kind in self.state[params[0]]}
-                self.update(group, [*map(local, params)], [local(p.grad) for p in params], **state)
+            if not params:
+                continue
+            weights = [local(p) for p in params]
+            grads = [local(p.grad) for p in params]
+            kinds = self.state[params[0]]
+            state = {kind: [local(self.state[p][kind]) for p in params] for kind in kinds}
+            self.update(group, weights, grads, **state)
 
 
 class AdamW(Elementwise):
@@ -196,11 +210,12 @@ class AdamW(Elementwise):
         return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def update(self, group: dict, weights: list[Tensor], grads: list[Tensor], step, exp_avg, exp_avg_sq):
+        beta1, beta2 = group["betas"]
+        options = {"weight_decay": group["weight_decay"], "eps": 1e-8, "amsgrad": False, "maximize": False}
         torch._foreach_add_(step, 1)
         torch._fused_adamw_(
-            weights, grads, exp_avg, exp_avg_sq, [], step, lr=group["lr"], beta1=group["betas"][0],
-            beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            weights, grads, exp_avg, exp_avg_sq, [], step, lr=group["lr"], beta1=beta1, beta2=beta2, **options
+        )
 
 
 class Balance(Elementwise):

@@ -28,7 +28,9 @@ class StopSignal:
     def __init__(self, ranks):
         self.name = ""  # of the first signal that this process has caught
         self.unsaved_steps = False
-        self.size, self.speaks, self.reduction = ranks.size, ranks.first, None
+        self.size = ranks.size
+        self.speaks = ranks.first
+        self.reduction = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._catch)
         reader, self.writer = os.pipe()
