@@ -21,11 +21,3 @@ def test_a_fault_can_be_planted(number):
 def test_no_fault_is_listed_twice():
     planted = [fault[:3] for fault in FAULTS]
     assert [fault for fault in planted if planted.count(fault) > 1] == []
-
-
-def test_faults_are_spread():
-    counts = {
-        place: sum(file.startswith(place) for file, *_ in FAULTS)
-        for place in ("model", "ops", "engine", "data", "train", "sample")
-    }
-    assert min(counts.values()) >= 2
