@@ -335,8 +335,8 @@ FAULTS = [
     ),
     (
         "flags.py",
-        "strings[layer % len(strings)])",
-        "strings[0])",
+        "self.strings[layer % len(self.strings)]",
+        "self.strings[0]",
         "All layers have the readers of the first string of --layer.",
         "tests/model/test_pools.py::test_a_string_names_the_readers_of_each_sum",
     ),
