@@ -50,15 +50,9 @@ def test_written_bytes_are_the_format(tmp_path):
     assert meta["vocab_size"] == 257 and meta["eot"] == 256 and meta["tokenizer"] == {"kind": "byte"}
     assert meta["tokenizer_hash"] == ByteTokenizer().hash
     assert meta["splits"]["train"]["tokens"] == 250 and meta["splits"]["train"]["documents"] == 1
-    assert meta["splits"]["train"]["shards"] == [
-        {
-            "name": f"train_{i:06d}.bin",
-            "tokens": len(part),
-            "sha256": hashlib.sha256(shard_bytes(part)).hexdigest(),
-            "max_token": max(part),
-        }
-        for i, part in enumerate(parts)
-    ]
+    for i, (part, shard) in enumerate(zip(parts, meta["splits"]["train"]["shards"], strict=True)):
+        digest = hashlib.sha256(shard_bytes(part)).hexdigest()
+        assert shard == {"name": f"train_{i:06d}.bin", "tokens": len(part), "sha256": digest, "max_token": max(part)}
     assert sorted(os.listdir(tmp_path)) == ["meta.json"] + [f"train_{i:06d}.bin" for i in range(3)] + ["val_000000.bin"]
 
 
