@@ -61,9 +61,12 @@ def test_pycode_is_deterministic_and_sorted(tmp_path):
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
-def test_shakespeare_is_nanogpts_token_for_token(tmp_path):
-    (tmp_path / "my text.txt").write_text(TEXT)
-    result = command("shakespeare_char", f"--input={tmp_path}/my text.txt", f"--out={tmp_path / 'out'}")
+@pytest.mark.parametrize("as_url", [False, True])
+def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
+    source = tmp_path / "my text.txt"
+    source.write_text(TEXT)
+    where = source.as_uri() if as_url else source
+    result = command("shakespeare_char", f"--input={where}", f"--out={tmp_path / 'out'}")
     assert result.returncode == 0, result
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
@@ -85,12 +88,11 @@ def script(tmp_path, monkeypatch):
 
 def test_shakespeare_download_is_checked(script, tmp_path):
     (tmp_path / "remote.txt").write_text(TEXT[:-1])
-    with pytest.raises(ValueError, match="has the SHA-256 .*; put the text at .* or pass --input=FILE"):
-        script.download()
+    with pytest.raises(ValueError, match="has the SHA-256 .*; get it elsewhere and pass --input=FILE"):
+        script.shakespeare()
     assert not script.TEXT.exists()
     (tmp_path / "remote.txt").write_text(TEXT)
-    script.download()
-    assert script.TEXT.read_text() == TEXT
+    assert script.shakespeare().decode() == script.TEXT.read_text() == TEXT
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
@@ -107,9 +109,9 @@ def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer:
             threading.Thread(target=serve, daemon=True).start()
-        monkeypatch.setattr(script, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
         with pytest.raises(ValueError, match="^cannot download http://127.0.0.1.*; put the text at"):
-            script.download()
+            script.download(url)
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch):
