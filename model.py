@@ -1095,8 +1095,8 @@ class Stack(nn.Module):
 
 
 class Model(Stack):
-    """Computes logits or the loss from token ids; see the module's docstring. seed determines the initial weights; None
-    draws a seed from torch's global generator.
+    """Computes logits or the loss from token ids. seed determines the initial weights; None draws a seed from torch's
+    global generator.
 
     With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers
     that never decrease along a row: a token sees only its own document, and a document of docs reads that of
@@ -1276,14 +1276,17 @@ def check_initial(model: nn.Module):
     for path, module in model.named_modules():
         declared = getattr(module, "initial", {})
         for name, p in module.named_parameters(recurse=False):
-            value = "Normal(0.02)" if p.dim() > 1 else "0.0"
-            remedy = f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or other values'
             if p.dim() == 0:
                 raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
             if name not in declared:
-                raise ValueError(f"{path}.{name} begins with no declared values; {remedy}")
-            if p._version > 0 and not draws(module):
-                raise ValueError(f"{path}.{name} is written in __init__; instead, {remedy}")
+                fault = "begins with no declared values;"
+            elif p._version > 0 and not draws(module):
+                fault = "is written in __init__; instead,"
+            else:
+                continue
+            value = "Normal(0.02)" if p.dim() > 1 else "0.0"
+            kind = type(module).__name__
+            raise ValueError(f'{path}.{name} {fault} give its {kind} an initial = {{"{name}": {value}}}, or others')
         for name, value in declared.items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")
