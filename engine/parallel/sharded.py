@@ -12,7 +12,7 @@ compilation, and last DDP or FSDP2. model.py has no code for them; docs/hacking.
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 
@@ -29,7 +29,7 @@ from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
-from engine.parallel.owners import Matrix, Part, cuts, part_of, place
+from engine.parallel.owners import Matrix, Part, cuts, differing, part_of, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
@@ -337,22 +337,13 @@ class ShardedModel:
         for name, p in self.model.named_parameters():
             sums[self.shares[name]] += local(p).view(torch.int32).sum(dtype=torch.int64)
         mine = {(kind, part_of(kind, self.ranks.rank)): int(total) for kind, total in sums.items()}
-        copies = defaultdict(dict)  # of each part of the model: rank -> sum
-        for rank, found in enumerate(of_all_ranks(mine)):
-            for part, total in found.items():
-                copies[part][rank] = total
-        unequal = {}  # rank -> how it is named
-        for found in copies.values():
-            [(usual, _)] = Counter(found.values()).most_common(1)
-            other = next(rank for rank, total in found.items() if total == usual)
-            for rank, total in found.items():
-                if total != usual:
-                    unequal[rank] = f"those of rank {rank} from those of rank {other}"
+        unequal = differing(of_all_ranks(mine))
         if not unequal:
             return ""
+        named = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in unequal.items())
         return (
-            f"copies of parameters differ: {', '.join(unequal.values())}; go on from the last checkpoint with "
-            "--init_from=resume, and if they differ again, replace the machines of these ranks"
+            f"copies of parameters differ: {named}; go on from the last checkpoint with --init_from=resume, and if they "
+            "differ again, replace the machines of these ranks"
         )
 
     def mean(self, loss: Tensor) -> float:
