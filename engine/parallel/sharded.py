@@ -7,7 +7,7 @@
     norm = sharded.clip(cfg.grad_clip)
 
 The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, float8, recomputation,
-compilation, and last DDP or FSDP2. model.py has no code for them; docs/hacking.md has a table of what they replace.
+compilation, FSDP2 or DDP. docs/hacking.md has a table of what they replace in model.py.
 """
 
 import math
@@ -96,7 +96,6 @@ class ShardedModel:
         self.cut(cfg)
         self.wrap(cfg)
         self.allocate(cfg)
-        self.loads = load_biases(self.model)
         self.note_copies(cfg)
 
     def cut(self, cfg):
@@ -157,6 +156,7 @@ class ShardedModel:
         """Note how ranks share each parameter, and which gradients are reduced by `reduce_gradients`."""
         sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
         named = dict(self.model.named_parameters())
+        self.loads = load_biases(self.model)
         self.divided = [named[name] for name in self.cut_by_ep]
         self.undivided = [p for name, p in named.items() if name not in self.cut_by_ep]
         self.whole = []
@@ -188,10 +188,8 @@ class ShardedModel:
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
-        """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout.
-
-        names   draw only these parameters, if this rank has them
-        """
+        """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout; with
+        `names`, only those of these parameters."""
         for name, p in self.model.named_parameters():
             if names is None or name in names:
                 mine, offsets, shape = self.part(name, p)
@@ -342,8 +340,8 @@ class ShardedModel:
             return ""
         named = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in unequal.items())
         return (
-            f"copies of parameters differ: {named}; go on from the last checkpoint with --init_from=resume, and if they "
-            "differ again, replace the machines of these ranks"
+            f"copies of parameters differ: {named}; go on from the last checkpoint with --init_from=resume, and if "
+            "they differ again, replace the machines of these ranks"
         )
 
     def mean(self, loss: Tensor) -> float:
