@@ -17,11 +17,8 @@ def skeleton(cfg) -> Model:
 
 
 class Work:
-    """What a run computes in training on sequences of these lengths, (T, S).
-
-    n_read      number of parameters that a token reads
-    peak_flops  of all ranks together; None if it is unknown
-    """
+    """What a run computes in training on sequences of these lengths, (T, S). peak_flops is that of all ranks together,
+    or None."""
 
     def __init__(self, cfg, lengths: tuple[int, int], device: str, dtype: torch.dtype, peak_flops: float | None):
         model = skeleton(cfg)

@@ -134,27 +134,25 @@ class Rank:
         self.traffic["tp"] += 4 * self.micro_steps * (cfg.tp - 1) * sum(self.streams)
         if cfg.pp > 1:  # as a rank in the middle
             self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
-        n, _ = self.groups["muon"]
+        n = self.groups["muon"][0]
         self.traffic["muon"] = self.size * (self.held[Muon] + self.owned) * (n - 1) / n
 
     def take_memory(self):
         cfg = self.cfg
-        size = self.size
         parameters = 4 * self.held.total()
         states = 2 * parameters + self.state
         self.memory = {"parameters": parameters, "gradients": parameters, "optimizer state": self.state}
         self.memory |= self.copies()
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
         kept += sum(cost.kept for cost in self.blocks) // cfg.pp_chunks
-        passes = stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps)
-        in_flight = accumulate(1 if forward else -1 for _, forward in passes)
-        self.memory["activations"] = kept * max(in_flight)
+        steps = (1 if forward else -1 for _, forward in stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps))
+        self.memory["activations"] = kept * max(accumulate(steps))  # of all passes in flight
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
         loss = self.loss()
         backward = max(cost.backward for cost in self.blocks)
         self.total = sum(self.memory.values()) + max(loss, backward)
         owned = int(self.owned)
-        update = (4 + 2 * size) * self.held[Muon] + size * owned + 16 * min(owned, Muon.LARGEST)
+        update = (4 + 2 * self.size) * self.held[Muon] + self.size * owned + 16 * min(owned, Muon.LARGEST)
         self.memory |= {"logits and loss": loss, "backward of a block": backward, "update by Muon": update}
         self.host = states if self.fsdp and cfg.fsdp_offload else 0
         self.total = max(self.total, states + update) - self.host
@@ -163,15 +161,14 @@ class Rank:
         """Copies of weights and gradients. FSDP gathers a block while another computes, and reduces its gradients in
         float32. What is in no block stays gathered, in a pipeline all weights; then only the last micro-step reduces
         gradients."""
-        size = self.size
         blocks = [n for block, n in self.gathered.items() if block]
         if not self.fsdp:
-            return {"weights cast by autocast": size * sum(blocks) if size < 4 else 0}
+            return {"weights cast by autocast": self.size * sum(blocks) if self.size < 4 else 0}
         rest = 4 * self.gathered[""]
-        gathered = 2 * size * max(blocks)
-        gradients = (size + 4) * max(blocks)
+        gathered = 2 * self.size * max(blocks)
+        gradients = (self.size + 4) * max(blocks)
         if self.cfg.pp > 1 or not self.cfg.fsdp_reshard:
-            gathered = size * sum(blocks)
+            gathered = self.size * sum(blocks)
             if self.micro_steps > 1:
                 gradients = 4 * sum(blocks)
         return {"gathered weights": rest + gathered, "unsharded gradients": rest + gradients}

@@ -32,9 +32,8 @@ class Cost(NamedTuple):
 class Trace(TorchDispatchMode):
     """Counts, `ratio` times each, the bytes of a block's new tensors that are `live`, their `peak`, and bytes `sent`.
 
-    A tensor is new if no argument of the operation that returns it has its storage. Casts of weights do not count,
-    which autocast makes once per forward. A ring of n ranks sends (n-1)/n of the full tensor, and twice as much in an
-    all-reduce.
+    A tensor is new if no argument of the operation that returns it has its storage. Casts of weights, which autocast
+    makes once per forward, do not count. A ring of n ranks sends (n-1)/n of a tensor, twice as much in an all-reduce.
     """
 
     def __init__(self, block: Block, ratio: int):
@@ -79,17 +78,16 @@ def storages(tree) -> set[torch.UntypedStorage]:
 
 def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype, gathered: torch.dtype) -> list[Cost]:
     """The costs of the blocks of the encoder, if there is one, then of the model, which is cut as in training, for a
-    micro-batch of texts and sources of these lengths. `gathered` is the dtype of the blocks' weights. Documents are
-    left out, as attention to them takes as much. Long texts are taken to cost as much as several shorter ones, which
-    is a little too much."""
+    micro-batch of texts and sources of these lengths; the blocks' weights are in the dtype `gathered`. Documents are
+    left out, as attention to them takes as much. Long texts are taken to cost as much as several shorter ones."""
     T, S = lengths
     ratio = 1
     while T > LONG and T % (4 * cfg.cp * cfg.tp) == S % (2 * cfg.tp) == 0:
         T //= 2
         S //= 2
         ratio *= 2
-    known: dict[tuple, Cost] = {}
-    costs: list[Cost] = []
+    known = {}
+    costs = []
 
     def measured(block: Block, forward: Callable, x: Tensor, inputs: Inputs) -> Tensor:
         readers = tuple((m.reader, getattr(m, "window", 0)) for m in block.modules() if isinstance(m, Heads | MLP))
@@ -118,8 +116,7 @@ def block_costs(model: Model, cfg, lengths: tuple[int, int], dtype: torch.dtype,
 
 
 def make_weights(part: nn.Module, dtype: torch.dtype):
-    """Make fake tensors of the weights and gradients, which exist from the second micro-step on, but of those in the
-    part's blocks."""
+    """Make fake tensors of the weights and gradients of a part of the model, without its blocks."""
     wide = {*kept_whole(part)}
     for name, p in [*part.named_parameters()]:
         layer, _, kind = name.rpartition(".")

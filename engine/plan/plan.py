@@ -1,7 +1,6 @@
 """Plans a run: its memory, traffic and time on GPUs that this machine need not have.
 
-    plan = Plan(cfg)      # for cfg.world_size GPUs of the kind cfg.gpu; opens no data and needs no other rank
-    print(report(plan))
+    print(report(Plan(cfg)))      # for cfg.world_size GPUs of the kind cfg.gpu
 
 GB are 1e9 bytes, GiB are 2**30 bytes. The numbers below are assumptions, none of them measured here.
 """
