@@ -181,10 +181,14 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b in float32, also where autocast computes products in 16 bits: rounding would change choices."""
+    x = at_least_float32(x)
+    weight = at_least_float32(weight)
     if bias is not None:
         bias = at_least_float32(bias)
+    if matmul_dtype(x) == x.dtype:
+        return F.linear(x, weight, bias)  # also on the meta device, which has no autocast
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(at_least_float32(x), at_least_float32(weight), bias)
+        return F.linear(x, weight, bias)
 
 
 def has_values(x: Tensor) -> bool:

@@ -814,7 +814,7 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch, flags):
 
 def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path):
     """With either optimizer. The parts of a compiler, and the libraries of tokenizers, cost a second or two each."""
-    heavy = "tiktoken tokenizers torch._dynamo torch._inductor sympy datasets"
+    heavy = "tiktoken tokenizers torch._dynamo torch._inductor datasets"
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=2", "--warmup_iters=1"]
     code = "import sys, sample, train"
     for optimizer in ("adamw", "muon"):
