@@ -568,8 +568,10 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
     products of 16 bits in float32, and needs no copy in 16 bits."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)  # a beta of 0 leaves `out` unread
+    elif out.is_cuda and add:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
     elif out.is_cuda:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=int(add), out=out)
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
     elif add:
         out.add_(a @ b)
     else:
