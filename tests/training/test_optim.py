@@ -341,7 +341,7 @@ GROUPS = {"block": "superblock", "n_group": 2}
         (GROUPS, "0.mlp.up", lambda w: w.chunk(2)),
         (GROUPS | {"mlp": "swiglu"}, "0.mlp.up", lambda w: w.chunk(4)),
     ],
-    ids=str,
+    ids=["grouped heads", "swiglu", "groups", "swiglu in groups"],
 )
 def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
     """q, k and v, a gate and its values, which stand below one another in GroupedLinear: each matrix alone."""
