@@ -65,16 +65,7 @@ def sweep_notes(settings: list) -> list[str]:
     with suppress(ValueError):  # the values are not numbers
         ordered = sorted(settings, key=lambda run: float(run.setting.partition("=")[2]))
         if best in (ordered[0], ordered[-1]):
-            fact = f"Run {best.number}: {best.setting} is at an end of the sweep, and a value beyond it may be better"
-            notes.append(f"{fact}; extend --sweep.")
-    return notes
-
-
-def error_notes(runs: list) -> list[str]:
-    """The trainings that failed, of each run.Run."""
-    notes = []
-    for run in runs:
-        notes += [f"Run {run.number}, seed {seed} failed: {text}" for seed, text in run.errors.items()]
+            notes.append(f"Run {best.number}: {best.setting} is at an end of the sweep; extend --sweep.")
     return notes
 
 

@@ -19,13 +19,12 @@ from data.files import read_json, write_file
 from data.lock import locked
 from engine.device import device_name, resolve_device
 from flags import Flags
-from tools.child import Child, measure
+from tools.child import ROOT, Child, measure
 from tools.compare.run import Run
-from tools.compare.table import HEADER, aligned, cells, error_notes, sweep_notes
+from tools.compare.table import HEADER, aligned, cells, sweep_notes
 
-HERE = Path(__file__).resolve().parents[2]
-CODE = [HERE / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
-CODE += sorted([*(HERE / "data").glob("*.py"), *(HERE / "engine").rglob("*.py")])  # not the scripts of data sets
+CODE = [ROOT / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
+CODE += sorted([*(ROOT / "data").glob("*.py"), *(ROOT / "engine").rglob("*.py")])  # not the scripts of data sets
 TIMED_LINES = 8  # of --match=seconds: lines "iter N:", one per 10 steps
 
 
@@ -116,11 +115,10 @@ class Comparison:
     def time_steps(self) -> list[float]:
         """The milliseconds per step of each run: the faster of two timings, as other programs only slow a run down."""
         rounds = []
-        for run in self.firsts * 2:
-            line = ["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"]
-            rounds.append(measure(HERE, line, lines=TIMED_LINES, cwd=Path.cwd()))
-        half = len(self.firsts)
-        return [min(times) for times in zip(rounds[:half], rounds[half:], strict=True)]
+        for _ in range(2):
+            lines = [["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"] for run in self.firsts]
+            rounds.append([measure(ROOT, line, lines=TIMED_LINES, cwd=Path.cwd()) for line in lines])
+        return [min(times) for times in zip(*rounds, strict=True)]
 
     def stages(self) -> Iterator[list[tuple[Run, int]]]:
         """Yields the trainings that are left to do and can be made together, as (run, seed). Those with seed 1 come
@@ -150,7 +148,7 @@ class Comparison:
     def make(self, training: tuple[Run, int]) -> str:
         """Make a training in a process of its own; returns why it has failed, or ""."""
         run, seed = training
-        with Child([sys.executable, str(HERE / "train.py"), *run.arguments(seed)], Path.cwd()) as child:
+        with Child([sys.executable, str(ROOT / "train.py"), *run.arguments(seed)], Path.cwd()) as child:
             self.running.add(child)
             child.lines.read()  # until it ends
             self.running.remove(child)
@@ -179,7 +177,8 @@ class Comparison:
             notes.append(f"Run {run.number}, --match={self.options.match}: {flags or 'no flag changes'}.")
         if self.options.sweep:
             notes += chain.from_iterable(map(sweep_notes, self.candidates))
-        notes += error_notes(runs)
+        for run in runs:
+            notes += [f"Run {run.number}, seed {seed} failed: {text}" for seed, text in run.errors.items()]
         table = aligned([HEADER, *(cells(run, runs[0]) for run in runs)])
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
         rows = []
