@@ -80,7 +80,7 @@ class Fake:
 
 @pytest.fixture
 def fake(tmp_path, tiny_data, monkeypatch):
-    monkeypatch.setattr(compare, "HERE", tmp_path)
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return Fake(tmp_path, tiny_data)
 
@@ -205,7 +205,7 @@ def test_ctrl_c_lets_trainings_save(fake, capfd):
 def test_a_killed_comparison_goes_on(fake, capfd):
     (fake.folder / "slow").write_text("run2-seed1")
     start = "import pathlib; from tools.compare import __main__, trainings; "
-    start += f"trainings.HERE = pathlib.Path({str(fake.folder)!r}); __main__.main()"
+    start += f"trainings.ROOT = pathlib.Path({str(fake.folder)!r}); __main__.main()"
     flags = ["--run=", "--run=--block=parallel", fake.common, f"--out={fake.out}"]
     calls = fake.folder / "calls"
     process = subprocess.Popen([sys.executable, "-c", start, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
