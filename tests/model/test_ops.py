@@ -255,7 +255,7 @@ def test_products_of_16_bits_are_summed_in_float32(dtype):
             ops.product_(out, a, b, add=True)
     wide, narrow = torch.float32, torch.bfloat16
     assert called == [
-        ("aten::addmm.dtype_out", [wide, narrow, narrow], True),
+        ("aten::mm.dtype_out", [narrow, narrow], True),
         ("aten::addmm.dtype_out", [wide, narrow, narrow], True),
     ]
 
