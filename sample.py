@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -61,7 +60,6 @@ UNUSED = {  # objective, or target of a seq2seq model of pairs -> flags that hav
     "target": ["blank"],
 }
 SEPARATOR = "\n---------------\n"
-FEW = 100_000_000  # multiplications for the next token of all samples, for which one thread is enough
 
 
 @dataclass
@@ -126,14 +124,6 @@ def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, To
     return weights.alone(
         cfg.out_dir, device, dtype, lambda flags: memory.check(cfg, memory.sampling_need(cfg, flags), device)
     )
-
-
-def limit_threads(cfg: SampleConfig, model: Model):
-    """Compute few products at a time in one thread of a CPU, unless the user has chosen. Several threads would not be
-    faster, and beside another busy process they wait for each other: docs/running.md has the figures."""
-    few = model.n_params() * cfg.num_samples < FEW
-    if few and not cfg.score and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
 
 
 def check_flags(cfg: SampleConfig, kind: str, flags: Config):
@@ -286,7 +276,6 @@ def main(argv: list[str] | None = None):
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
-        limit_threads(cfg, model)
         kind = "target" if model.cfg.objective == "seq2seq" and model.cfg.pairs is True else model.cfg.objective
         check_flags(cfg, kind, model.cfg)
         if kind == "target" and "temperature" not in cfg.sources:

@@ -3,6 +3,7 @@
 for tokens in generate(model, idx, 100, lambda logits: logits.argmax(-1)):      # idx (B, T), tokens (B,)
 """
 
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from data.errors import require
 from model import POSITION, Heads, Inputs, Model, NoEmbedding, Rope
+
+FEW = 100_000_000  # multiplications of a step for which one thread of a CPU is enough, see `generate`
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -111,6 +114,9 @@ def generate(
     While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
     tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
     roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
+
+    On a CPU, a step of few products takes one thread, unless the user has set OMP_NUM_THREADS: several would not be
+    faster, and beside another busy process they wait for each other (docs/running.md has the figures).
     """
     limit = model.cfg.block_size
     pos = model.cfg.pos
@@ -125,15 +131,22 @@ def generate(
             m.window = min(m.window or limit, limit)
     new = idx
     text = idx[:, -limit:]
+    n_params = model.n_params()
+    threads = torch.get_num_threads()
+    chosen = idx.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ
     try:
         for _ in range(max_new_tokens):
             if reader.end + new.size(1) > length and not roll:
                 new = text
                 reader.clear()
+            if not chosen:
+                few = n_params * new.numel() < FEW
+                torch.set_num_threads(1 if few else threads)
             new = choose(finite(reader.read(new)))[:, None]
             text = torch.cat((text, new), dim=1)[:, -limit:]
             yield new[:, 0]
     finally:
+        torch.set_num_threads(threads)
         set_caches(model, 0)
         for m, window in zip(reader.heads, windows, strict=True):
             m.window = window

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from ranks import launch, train_runs
 
 import evaluate
 import sample
-from configurator import parse
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import weights
+from engine.decode import generate
 from engine.parallel.ranks import Ranks
-from model import Model
+from model import Model, ModelConfig
 from sample import SampleConfig, choose
 
 P = [0.5, 0.25, 0.15, 0.07, 0.03]
@@ -202,18 +201,19 @@ def test_samples_are_one_batch_and_seeded(say):
     assert len(parts) == 3 == len(set(parts)) and all(part.startswith("dogs ") for part in parts)
 
 
-@pytest.mark.parametrize("samples, chosen, threads", [("8", None, 1), ("80000", None, 2), ("8", "2", 2)])
-def test_few_products_take_one_thread(monkeypatch, samples, chosen, threads):
-    """Unless the user has set OMP_NUM_THREADS."""
-    model = SimpleNamespace(n_params=lambda: 10_000)
-    cfg = parse(SampleConfig, [f"--num_samples={samples}"])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_step_of_few_products_takes_one_thread(monkeypatch, chosen):
+    """But not the forward of the full context, nor any step if the user has set OMP_NUM_THREADS."""
+    model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5), seed=1)
+    monkeypatch.setattr("engine.decode.FEW", 4 * model.n_params())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if chosen:
-        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    now = [2]
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: now.append(n))
-    sample.limit_threads(cfg, model)
-    assert now[-1] == threads
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    used = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    list(generate(model, torch.zeros(1, 2, dtype=torch.int64), 5, lambda logits: logits.argmax(-1)))
+    assert used == ([3] if chosen else [1, 1, 1, 3, 3, 3])
 
 
 def test_start_from_file(say, tmp_path):
