@@ -25,7 +25,8 @@ def download(url: str) -> bytes:
         with urlopen(url, timeout=SECONDS) as response:
             return response.read()
     except (OSError, HTTPException, ValueError) as e:
-        raise ValueError(f"cannot download {url} ({getattr(e, 'reason', e)}); put the text at {TEXT} or pass --input=FILE") from e
+        cause = getattr(e, "reason", e)
+        raise ValueError(f"cannot download {url} ({cause}); put the text at {TEXT} or pass --input=FILE") from e
 
 
 def shakespeare() -> bytes:
