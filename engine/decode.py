@@ -12,7 +12,7 @@ from torch import Tensor
 from data.errors import require
 from model import POSITION, Heads, Inputs, Model, NoEmbedding, Rope
 
-FEW = 100_000_000  # multiplications of a step for which one thread of a CPU is enough, see `generate`
+FEW = 100_000_000  # multiplications of a step for which one thread of a CPU is enough
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -71,6 +71,8 @@ class TextReader:
 
     def __init__(self, model: Model, length: int, memory: Tensor | None):
         self.model = model
+        self.n_params = model.n_params()
+        self.threads = torch.get_num_threads()
         self.length = length
         self.memory = memory
         self.heads = [m for m in model.modules() if isinstance(m, Heads) and m.causal]
@@ -85,6 +87,7 @@ class TextReader:
 
     def read(self, idx: Tensor) -> Tensor:
         """Appends the tokens idx (B, T) to the text; returns the logits of the token after it, (B, V)."""
+        self.limit_threads(idx)
         for piece in idx.split(self.model.cfg.block_size, dim=1):
             T = piece.size(1)
             if T > self.length - self.end:
@@ -94,6 +97,13 @@ class TextReader:
             x = self.model.through_blocks(x, Inputs(table, None, self.memory))
             self.end += T
         return self.model.logits(x[:, -1])
+
+    def limit_threads(self, idx: Tensor):
+        """Few products are computed in one thread of a CPU, unless the user has set OMP_NUM_THREADS. Several are not
+        faster, and beside another busy process they wait for each other: docs/running.md has the figures."""
+        if idx.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            few = self.n_params * idx.numel() < FEW
+            torch.set_num_threads(1 if few else self.threads)
 
     def drop_oldest(self):
         """Keep only the keys that the next query sees."""
@@ -114,9 +124,6 @@ def generate(
     While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
     tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
     roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
-
-    On a CPU, a step of few products takes one thread, unless the user has set OMP_NUM_THREADS: several would not be
-    faster, and beside another busy process they wait for each other (docs/running.md has the figures).
     """
     limit = model.cfg.block_size
     pos = model.cfg.pos
@@ -131,22 +138,16 @@ def generate(
             m.window = min(m.window or limit, limit)
     new = idx
     text = idx[:, -limit:]
-    n_params = model.n_params()
-    threads = torch.get_num_threads()
-    chosen = idx.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ
     try:
         for _ in range(max_new_tokens):
             if reader.end + new.size(1) > length and not roll:
                 new = text
                 reader.clear()
-            if not chosen:
-                few = n_params * new.numel() < FEW
-                torch.set_num_threads(1 if few else threads)
             new = choose(finite(reader.read(new)))[:, None]
             text = torch.cat((text, new), dim=1)[:, -limit:]
             yield new[:, 0]
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(reader.threads)
         set_caches(model, 0)
         for m, window in zip(reader.heads, windows, strict=True):
             m.window = window
