@@ -25,9 +25,8 @@ from operator import add
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import ops
 from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse

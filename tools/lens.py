@@ -180,12 +180,8 @@ def main(argv: list[str] | None = None):
         if cfg.out:
             require_matplotlib()
         device = resolve_device(cfg.device)
-        path, model, tokenizer = weights.alone(
-            cfg.out_dir,
-            device,
-            torch.float32,
-            lambda flags: memory.check(cfg, {"weights": memory.weights(flags)}, device),
-        )
+        check = lambda flags: memory.check(cfg, {"weights": memory.weights(flags)}, device)  # noqa: E731
+        path, model, tokenizer = weights.alone(cfg.out_dir, device, torch.float32, check)
         idx = torch.tensor(prompt_ids(tokenizer, read_prompt(cfg.start)), device=device)
         source = None
         if cfg.source:
