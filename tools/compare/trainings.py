@@ -21,7 +21,7 @@ from engine.device import device_name, resolve_device
 from flags import Flags
 from tools.child import ROOT, Child, measure
 from tools.compare.run import Run
-from tools.compare.table import HEADER, aligned, cells, sweep_notes
+from tools.compare.table import HEADER, aligned, cells, error_notes, sweep_notes
 
 CODE = [ROOT / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
 CODE += sorted([*(ROOT / "data").glob("*.py"), *(ROOT / "engine").rglob("*.py")])  # not the scripts of data sets
@@ -177,8 +177,7 @@ class Comparison:
             notes.append(f"Run {run.number}, --match={self.options.match}: {flags or 'no flag changes'}.")
         if self.options.sweep:
             notes += chain.from_iterable(map(sweep_notes, self.candidates))
-        for run in runs:
-            notes += [f"Run {run.number}, seed {seed} failed: {text}" for seed, text in run.errors.items()]
+        notes += error_notes(runs)
         table = aligned([HEADER, *(cells(run, runs[0]) for run in runs)])
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
         rows = []
