@@ -4,7 +4,7 @@
 
 Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Results are
 written in the order of the documents, so neither the number of threads nor a restart changes a shard. Memory holds some
-jobs of about 1 MB, and a longer document in up to 30 times its size.
+jobs of about 1 MB, and a longer document in up to 20 times its size.
 """
 
 import argparse
@@ -77,7 +77,8 @@ def make_jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[tuple]:
     """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         for job in jobs:
             waiting.append((job, pool.submit(function, job)))
             if len(waiting) == threads + 2:
@@ -85,6 +86,8 @@ def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[t
                 yield before, result.result()
         for before, result in waiting:
             yield before, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for jobs that have not begun
 
 
 def progress_bar(total: int | None, done: int = 0) -> tqdm:
@@ -140,10 +143,15 @@ class Corpus:
         return found
 
     def ids(self, text: str) -> np.ndarray:
-        """The ids of a text and of the end-of-text behind it. It is cut because some libraries need much memory."""
-        tokenizer = self.out.tokenizer
-        first, *rest = cut(text, JOB_CHARACTERS)
-        return np.concatenate([tokenizer.encode(first), *map(tokenizer.encode_rest, rest), tokenizer.end])
+        """The ids of a text and of the end-of-text behind it, in the dtype of shards. The text is cut, because some
+        libraries need much memory."""
+        encode = self.out.tokenizer.encode
+        parts = []
+        for piece in cut(text, JOB_CHARACTERS):
+            parts.append(encode(piece).astype(self.out.dtype))
+            encode = self.out.tokenizer.encode_rest
+        parts.append(np.array(self.out.tokenizer.end, self.out.dtype))
+        return np.concatenate(parts)
 
     def splits(self, job: list[Document]) -> list[str]:
         """The split of each document."""
