@@ -377,7 +377,7 @@ def test_the_residual_stream_has_the_dtype_of_the_flag():
     ({"dropout": 0.1}, "naive (2 layers)"),
     ({"doc_mask": True}, "strips (2 layers)"),
     ({"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
-    ({"pos": "alibi", **JOINT}, "strips (2 layers)"),
+    ({"pos": "alibi", **JOINT}, "joined (2 layers)"),
     ({"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
     ({"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
 ], ids=str)  # fmt: skip
@@ -395,7 +395,7 @@ def test_the_kernels_of_a_model_are_those_that_training_takes(monkeypatch, flags
     ("cuda", 1, {"window": 3, "doc_mask": True}, "varlen (2 layers)"),
     ("cuda", 1, SLOTS, "full (4 layers)"),
     ("cuda", 1, JOINT, "flash (2 layers)"),
-    ("cpu", 4, {}, "strips (2 layers)"),
+    ("cpu", 4, {}, "joined (2 layers)"),
     ("cpu", 4, {"doc_mask": True}, "strips (2 layers)"),
     ("cuda", 4, {"n_head": 1, "n_embd": 256, "pos": "rope"}, "flash (2 layers)"),
     ("cuda", 4, {"n_head": 1, "n_embd": 256, "pos": "alibi"}, "strips (2 layers)"),  # wider than flash allows

@@ -336,12 +336,12 @@ def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
 
 @pytest.mark.parametrize("flags", [{"attn_softcap": 20.0}, {"window": 64}, {"cp": 2, "world_size": 2}], ids=str)
 def test_long_texts_take_as_much_memory_as_measured(flags, monkeypatch):
-    """Though they are measured on shorter ones, within an eighth: strips have a size of their own."""
+    """Though they are measured on shorter ones, within a tenth."""
     cfg = config(block_size=1024, **flags)
     whole = plan.Plan(cfg)
     monkeypatch.setattr("engine.plan.measure.LONG", 512)
     short = plan.Plan(cfg)
-    assert 0.95 < short.memory["activations"] / whole.memory["activations"] < 1.125
+    assert 0.95 < short.memory["activations"] / whole.memory["activations"] < 1.1
     assert 0.98 < short.memory["backward of a block"] / whole.memory["backward of a block"] < 4  # with its gradients
     assert short.traffic == whole.traffic
 
