@@ -22,6 +22,7 @@ from functools import cache
 from typing import NamedTuple, NoReturn
 
 LIMIT = 2**31  # of every number
+LONGEST = 100  # characters of a flag and its value in an error
 MOST = 1000  # characters of a layer's string
 TERM = re.compile(r"(\w*)(>=|<=|!=|=|>|<)?(.*)")
 COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -55,10 +56,12 @@ def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
 
 
 def setting(name: str, value: object, place: str) -> str:
-    """A flag, its value and where it was set, as errors name them."""
+    """A flag, its value, of which long ones are cut, and where it was set, as errors name them."""
     text = f"{name}={value}"
     if isinstance(value, str) and not value.isidentifier():
         text = f"{name}={value!r}"
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]}..."
     return f"{text} ({place})" if place else text
 
 

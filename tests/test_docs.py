@@ -88,7 +88,7 @@ def test_the_readmes_figures_are_those_of_the_pages_and_files():
     assert [*map(float, cost)] == next(figures[1:] for _, figures in shown if figures[1:])
     lines, files = re.search(r"About (\S+) lines compute a training: (.*?`)\.\s", readme, re.DOTALL).groups()
     counts = [len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in re.findall(r"`(.+?)`", files)]
-    assert len(counts) == 7 and sum(counts) == pytest.approx(int(lines.replace(",", "")), rel=0.1)
+    assert len(counts) == 7 and abs(sum(counts) - int(lines.replace(",", ""))) <= 100, sum(counts)
     speeds = r"(\d\.\d\d) times as fast as nanoGPT(?:'s, and)?,? (\d\.\d\d)\s+times with"
     assert re.search(speeds, readme).groups() == re.search(speeds, nanogpt).groups()
 

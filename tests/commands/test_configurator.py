@@ -255,7 +255,7 @@ def test_mistakes_on_the_command_line(argv, fragments):
     with pytest.raises((ValueError, OSError)) as error:
         parse(Config, argv)
     message = str(error.value)
-    assert len(message.splitlines()) == 1 and len(message) < 400
+    assert len(message.splitlines()) == 1 and len(message) < 300
     assert [f for f in fragments if f not in message] == [], message
 
 
