@@ -163,6 +163,13 @@ class Config(ModelConfig):
         ("init_from", "gpt2-xl"): {"init_from": "hf:openai-community/gpt2-xl"},
     }
 
+    # What most runs set; --help shows these first.
+    USUAL: ClassVar[list[str]] = [
+        "dataset", "out_dir", "init_from", "n_layer", "n_head", "n_embd", "block_size", "dropout", "pos", "batch_size",
+        "gradient_accumulation_steps", "max_iters", "eval_interval", "eval_iters", "optimizer", "learning_rate",
+        "min_lr", "warmup_iters", "device", "dtype", "compile",
+    ]  # fmt: skip
+
     # The form of each flag that is a text, which its comment says in words.
     FORMS: ClassVar[dict[str, str]] = {
         "dataset": r".*\S.*",
@@ -451,16 +458,26 @@ def coerce(value: Any, kind: Any) -> Any:
 
 
 def usage(cls: type, doc: str) -> str:
-    """The text of --help: `doc`, then every flag by section, with its default, its type or choices, and its doc."""
+    """The text of --help: `doc`, the usual flags, then every flag by section."""
+    flags = documented(cls)
     lines = [doc.strip()]
-    for section, flags in groupby(documented(cls).items(), lambda item: item[1].section):
+    if usual := getattr(cls, "USUAL", []):
+        lines += ["", "what most runs set"]
+        for name in usual:
+            lines += help_lines(cls, name)
+    for section, names in groupby(flags, lambda name: flags[name].section):
         lines += ["", section]
-        for name, flag in flags:
-            left = f"  --{name}={printable(getattr(cls, name))}"
-            kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
-            right = textwrap.wrap(f"{kinds}: {flag.doc}", 60, break_on_hyphens=False)
-            lines += [f"{left:<37} {right[0]}", *(f"{'':<37} {more}" for more in right[1:])]
+        for name in names:
+            lines += help_lines(cls, name)
     return "\n".join(lines).strip()
+
+
+def help_lines(cls: type, name: str) -> list[str]:
+    """A flag with its default, its type or choices, and its doc."""
+    left = f"  --{name}={printable(getattr(cls, name))}"
+    kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
+    first, *others = textwrap.wrap(f"{kinds}: {documented(cls)[name].doc}", 60, break_on_hyphens=False)
+    return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]
 
 
 def dump(cfg: Any, path: str | Path):

@@ -201,13 +201,14 @@ class Run:
                 return None
             of_train, of_val = losses
             figures = (self.step, of_train.nats, of_val.nats, of_val.bits, self.sharded.routing_figures())
+            is_best = self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
             if self.cfg.eval_only and self.ranks.first:
                 print(evaluation_text(*figures))
             with user_errors():
-                self.metrics.evaluation(*figures)
+                self.metrics.evaluation(*figures, is_best)
                 if self.evaluation.writes_texts:
                     self.metrics.sample(self.step, self.evaluation.text)
-        return self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
+        return is_best
 
     def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:
         """Whether to save a checkpoint now, after an evaluation if `is_best` is not None."""
@@ -243,15 +244,9 @@ class Run:
     def check_finite(self):
         """End the run if a gradient was not finite, so that the weights after it are never saved."""
         bad = self.watch.first_bad_step()
-        if bad is None:
-            return
-        self.checkpoints.wait()
-        first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
-        self.checkpoints.fail(
-            f"the loss or its gradient is not finite at step {bad} (samples {first} to "
-            f"{first + self.cfg.samples(bad) - 1}); {self.checkpoints.known_of_last(bad)}; lower --learning_rate, or "
-            "leave such steps out with --skip_nonfinite=True"
-        )
+        if bad is not None:
+            first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
+            self.checkpoints.end_nonfinite(bad, first, first + self.cfg.samples(bad) - 1)
 
     def save(self, is_best: bool):
         """Save a checkpoint; see `Checkpoints.save`."""
@@ -279,12 +274,9 @@ class Run:
                 self.metrics.norms(self.step, self.sharded.norms())
 
     def end(self, stopped: bool):
-        """Wait for the last checkpoint, and say how the run has ended."""
+        """Wait for the last checkpoint, and say how the run has ended, and what to type next."""
         self.checkpoints.wait()
-        if stopped:
-            cause = self.stop.name or "a signal to another rank"
-            fact = f"stopped by {cause} with step {self.checkpoints.last_written_step} saved"
-            self.metrics.say(f"{fact}; go on with python train.py --out_dir={self.cfg.out_dir} --init_from=resume")
+        self.metrics.end(self.checkpoints.outcome(stopped), stopped)
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:

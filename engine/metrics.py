@@ -13,6 +13,7 @@ The time inside paused() is not part of any step. Print through say(), so that t
 import json
 import math
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -144,10 +145,12 @@ class Console:
         self.max_iters = max_iters
         self.bar = None
 
-    def advance(self, steps: int):
-        """Sets the number of steps done, for the next redraw. Rate and time left are computed since the first call."""
+    def advance(self, steps: int, figures: str):
+        """Sets the number of steps done and the figures behind the bar, for the next redraw. Rate and time left are
+        computed since the first call."""
         if self.bar is not None:
             self.bar.n = steps
+            self.bar.set_postfix_str(figures, refresh=False)
         elif sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -175,11 +178,15 @@ class Console:
             self.bar.close()
 
 
-def evaluation_text(step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing: dict) -> str:
-    """The console's text for an evaluation."""
+def evaluation_text(
+    step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing: dict, is_best: bool = False
+) -> str:
+    """The console's text for an evaluation; `is_best`: the validation loss is the lowest so far."""
     text = f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}"
     if val_bpb is not None:
         text += f", bpb {val_bpb:.4f}"
+    if is_best:
+        text += " (the best so far)"
     if routing:
         text += "\nexperts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the "
         text += "routers' entropy is {router_entropy:.2f} nats"
@@ -192,7 +199,7 @@ class Silent:
     def log(self, *args, **figures):
         """Does nothing."""
 
-    norms = evaluation = sample = say = close = log
+    norms = evaluation = sample = say = end = close = log
 
     def paused(self) -> AbstractContextManager:
         return nullcontext()
@@ -223,8 +230,9 @@ class Metrics(Silent):
             self.loggers.append(Wandb(folder, cfg))
         self.console = Console(cfg.max_iters)
         self.writes_texts = True
-        self.since = time.perf_counter()  # start of the interval to the next log
-        self.sampled = self.since  # end of the last sample
+        self.started = time.perf_counter()
+        self.since = self.started  # start of the interval to the next log
+        self.sampled = self.started  # end of the last sample
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, progress: dict[str, Any]):
         """Logs step `step`: loss in nats; `tokens` since the start, and figures of the progress, such as the epoch."""
@@ -248,14 +256,18 @@ class Metrics(Silent):
         self.since = now
         self.steps = step + 1
         self.tokens = tokens
-        self.console.advance(self.steps)  # first called after the first logged step, which may have compiled
+        self.console.advance(
+            self.steps, f"loss {loss:.4f}, {rate:,.0f} tok/s"
+        )  # first called after the first logged step, which may have compiled
         self.console.line(line)
 
-    def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing: dict):
+    def evaluation(
+        self, step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing: dict, is_best: bool = False
+    ):
         """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text, and the
         figures of ShardedModel.routing_figures."""
         self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb} | routing)
-        self.console.line(evaluation_text(step, train_loss, val_loss, val_bpb, routing))
+        self.console.line(evaluation_text(step, train_loss, val_loss, val_bpb, routing, is_best))
 
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""
@@ -285,6 +297,19 @@ class Metrics(Silent):
     def say(self, text: str):
         """Prints a line on the console only."""
         self.console.line(text)
+
+    def end(self, how: str, stopped: bool):
+        """Prints how the run has ended, and what one may type next."""
+        out_dir = shlex.quote(str(self.path.parent))
+        resume = f"python train.py --out_dir={out_dir} --init_from=resume"
+        if stopped:
+            self.say(f"{how}; go on with {resume}")
+            return
+        minutes, seconds = divmod(round(time.perf_counter() - self.started), 60)
+        self.say(f"{how}, after {minutes} min {seconds} s; next, for example:")
+        self.say(f"  python sample.py --out_dir={out_dir}")
+        self.say(f"  python -m tools.plot {out_dir} --y=loss,val_loss")
+        self.say(f"  {resume} --max_iters={2 * self.console.max_iters}")
 
     def close(self):
         """Removes the progress bar and closes the files. A second call does nothing."""

@@ -3,6 +3,7 @@
 import math
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -49,6 +50,23 @@ class Checkpoints:
             return False
         self.best_loss = val_loss
         return True
+
+    def outcome(self, stopped: bool) -> str:
+        """How the run has ended: stopped by a signal, or after its last step."""
+        if stopped:
+            cause = self.stop.name or "a signal to another rank"
+            return f"stopped by {cause} with step {self.last_written_step} saved"
+        if self.best_loss is None:
+            return "done; no evaluation was finite"
+        name = checkpoint.named_by(Path(self.cfg.out_dir, "best"))
+        return f"done; the best val loss is {self.best_loss:.4f}, of {name or 'step 0'}"
+
+    def end_nonfinite(self, bad: int, first: int, last: int) -> NoReturn:
+        """End the run because the loss or its gradient was not finite at step `bad`, which read these samples."""
+        self.wait()
+        fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
+        remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
+        self.fail(f"{fact}; {self.known_of_last(bad)}; {remedy}")
 
     def known_of_last(self, bad: int) -> str:
         """What is known of the last checkpoint if the loss or its gradient at step `bad` is not finite."""

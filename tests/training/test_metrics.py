@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -56,7 +57,7 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
     loss = 0.1 + 0.2 + 1e-17
     metrics.log(0, loss, 1e-3, 0.5, 640, {"epoch": 0.25})
     metrics.log(10, math.nan, 1e-3, math.inf, 7040, {"skipped": 3})
-    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7, {})
+    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7, {}, is_best=True)
     metrics.evaluation(12, 1 / 3, 2 / 3, None, {"expert_load": 1.5, "idle_experts": 0.25, "router_entropy": 2.0})
     metrics.say("saved")
     metrics.close()
@@ -73,7 +74,8 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
     assert re.fullmatch(r"iter 0: loss 0.3000, time .+ms, tok/s .+, mfu .+, lr 1.00e-03, grad norm 0.500", trained)
     assert left_out.endswith(", grad norm inf, skipped 3")
     assert rest == [
-        "step 11: train loss 0.3333, val loss 0.6667, bpb 0.1429", "step 12: train loss 0.3333, val loss 0.6667",
+        "step 11: train loss 0.3333, val loss 0.6667, bpb 0.1429 (the best so far)",
+        "step 12: train loss 0.3333, val loss 0.6667",
         "experts: the largest load is 1.50 times the mean, 25% are idle; the routers' entropy is 2.00 nats", "saved",
     ]  # fmt: skip
     assert err == "" and not any(c in out for c in "\r\x1b")
@@ -224,7 +226,8 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
         metrics.log(step, 2.0, 1e-3, 0.5, 100 * (step + 1), {})
     metrics.say("saved")
     *above, bar = screen(terminal.getvalue())
-    assert re.fullmatch(r" 50%\|.+\| 10/20 \[02:00<02:13, 13.33s/step\]", bar)  # 10 more steps at 9 in 120 s
+    rate = "02:00<02:13, 13.33s/step"  # 10 more steps at 9 in 120 s
+    assert re.fullmatch(rf" 50%\|.+\| 10/20 \[{rate}, loss 2.0000, 8 tok/s\]", bar)
     assert [line.split(",")[0] for line in above] == [
         "iter 0: loss 2.0000",
         "iter 4: loss 2.0000",
@@ -234,6 +237,20 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
     assert "mfu" not in terminal.getvalue()
     metrics.close()
     assert screen(terminal.getvalue())[-1] == ""
+
+
+def test_the_end_says_what_to_type_next(tmp_path, capsys):
+    folder = tmp_path / "a run"
+    metrics = open_metrics(folder)
+    metrics.end("done; the best val loss is 1.2500, of step_00000020", stopped=False)
+    metrics.end("stopped by SIGTERM with step 7 saved", stopped=True)
+    metrics.close()
+    done, sample, plot, resume, stopped = capsys.readouterr().out.splitlines()
+    assert "1.2500, of step_00000020" in done and "min" in done
+    assert shlex.split(sample)[1:] == ["sample.py", f"--out_dir={folder}"]
+    assert str(folder) in shlex.split(plot)
+    assert {f"--out_dir={folder}", "--init_from=resume", "--max_iters=40"} < {*shlex.split(resume)}
+    assert "step 7" in stopped and shlex.split(stopped)[-1] == "--init_from=resume"
 
 
 def test_silent_has_every_method_that_train_calls():
