@@ -495,17 +495,50 @@ class Gain(nn.Module):
 
 
 class Inputs(NamedTuple):
-    """Inputs of a block besides the stream: positions, document numbers and the encoder's memory."""
+    """Inputs of a block besides the stream, which Stack.inputs makes."""
 
     table: Tensors = ()  # of AttentionPosition.table
     docs: Tensors | None = None  # of the queries and of the keys, as in a Mask
     memory: Tensor | None = None  # (B, S, C), the encoder's output
     memory_docs: Tensors | None = None  # of the queries and of the memory
+    idx: Tensor | None = None  # (B, T), the tokens
+    place: Tensor | None = None  # (B, T), with documents: the number of tokens of its own before each one
     shared: "Shared | None" = None  # made anew for each forward
 
 
 class Shared(dict):
     """What a layer hands to later layers, by name. It is no plain dict, because FSDP gives each block a copy of one."""
+
+
+class Neighbours(nn.Module):
+    """The n > 0 tokens before each one. A module that reads neighbours holds one of these, by which decoding keeps rows
+    for it, and context parallelism brings those of other ranks."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.reach = n
+        self.cache = None  # decoding sets a RowCache
+
+    def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
+        """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
+        rows, place = self.rows(x, inputs)
+        return [ops.earlier(rows, i, self.reach, place).flatten(-3, -2) for i in range(self.reach + 1)]
+
+    def rows(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Maybe]:
+        """`pieces`, and inputs.place in their shape (B, ..., P, T/P, 1)."""
+        rows = self.pieces(x)
+        place = inputs.place
+        if place is not None:
+            place = place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
+        return rows, place
+
+    def pieces(self, x: Tensor) -> Tensor:
+        """x in P pieces of the text, here one, each behind the n rows before it: (B, ..., P, n + T/P, C)."""
+        if self.cache:
+            rows = self.cache.extend(x)
+        else:
+            rows = F.pad(x, (0, 0, self.reach, 0))
+        return rows.unsqueeze(-3)
 
 
 Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
@@ -1082,6 +1115,14 @@ class Stack(nn.Module):
         self.norm = norm(cfg, "last")
         self.position_table = POSITION[cfg.pos][1](cfg).table
 
+    def inputs(
+        self, idx: Tensor, t: Tensor, x: Tensor, docs: Tensors | None = None, memory: Maybe = None,
+        memory_docs: Tensors | None = None,
+    ) -> Inputs:  # fmt: skip
+        """What the blocks read besides the stream x (B, T, C) of the tokens idx (B, T) at t (T,)."""
+        place = None if docs is None else places(t, docs)
+        return Inputs(self.table(t, x), docs, memory, memory_docs, idx, place)
+
     def table(self, t: Tensor, x: Tensor) -> Tensors:
         return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
 
@@ -1186,7 +1227,7 @@ class Model(Stack):
         the cross-attention, (B, T, C). docs and memory_docs as in a Mask."""
         stack = stack or self
         x, t = self.embed(idx, start, docs)
-        return stack.through_blocks(x, Inputs(stack.table(t, x), docs, memory, memory_docs))
+        return stack.through_blocks(x, stack.inputs(idx, t, x, docs, memory, memory_docs))
 
     def embed(self, idx: Tensor, start: int, docs: Tensors | None = None) -> Tensors:
         """idx (B, T), whose first token has position `start` -> the stream (B, T, C), positions (T,)."""
@@ -1197,8 +1238,7 @@ class Model(Stack):
         t = self.place(torch.arange(start, start + T, device=idx.device))
         place = t
         if docs is not None and cfg.doc_positions:
-            numbers = docs[0].contiguous()  # (B, T)
-            place = t - torch.searchsorted(numbers, numbers[:, t])  # (B, T), from the first token of the document
+            place = places(t, docs)
         x = self.wte(idx)
         if cfg.embed_scale != 1:
             x = x * cfg.embed_scale
@@ -1251,6 +1291,12 @@ def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> 
     if starts is None and key_starts is None:
         return queries, keys
     return queries, keys, ops.boundaries(starts, queries.size(1)), ops.boundaries(key_starts, keys.size(1))
+
+
+def places(t: Tensor, docs: Tensors) -> Tensor:
+    """The number of tokens of its document before each token at t (T,) of a text with these documents: (B, T)."""
+    numbers = docs[1].contiguous()
+    return t - torch.searchsorted(numbers, numbers[:, t])
 
 
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:

@@ -129,6 +129,15 @@ class Rotation(torch.autograd.Function):
         return Rotation.apply(grad, cos, -sin), None, None
 
 
+def earlier(rows: Tensor, i: int, n: int, place: Tensor | None = None) -> Tensor:
+    """Rows (..., n + T, C) -> the i-th row before each of the last T, (..., T, C). With the place (..., T, 1) of tokens
+    in their documents, 0 stands for rows of another one."""
+    row = rows[..., n - i : rows.size(-2) - i, :]
+    if place is None:
+        return row
+    return row.where(place >= i, 0)
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (arXiv:2109.08668)."""
     if torch.is_grad_enabled():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.errors import require
-from model import POSITION, Heads, Inputs, Model, NoEmbedding, Rope
+from model import POSITION, Heads, Model, Neighbours, NoEmbedding, Rope
 
 FEW = 100_000_000  # multiplications of a step for which one thread of a CPU is enough
 
@@ -55,11 +55,30 @@ class KVCache:
         return self.k, self.v
 
 
+class RowCache:
+    """Keeps the last n rows that earlier calls have read."""
+
+    def __init__(self, n: int):
+        self.n = n
+        self.kept = None
+
+    def extend(self, x: Tensor) -> Tensor:
+        """x (..., T, C) -> the n rows before x, which are 0 before the text, and x: (..., n + T, C)."""
+        if self.kept is None:
+            self.kept = x.new_zeros(*x.shape[:-2], self.n, x.size(-1))
+        rows = torch.cat((self.kept, x), dim=-2)
+        self.kept = rows[..., -self.n :, :].clone()
+        return rows
+
+
 def set_caches(model: Model, length: int):
-    """Give the heads empty caches for the keys and values of `length` tokens and of the memory; 0 = none."""
+    """Give the heads empty caches for the keys and values of `length` tokens and of the memory, and neighbours theirs;
+    0 = none."""
     for m in model.modules():
         if isinstance(m, Heads):
             m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None
+        if isinstance(m, Neighbours):
+            m.cache = RowCache(m.reach) if length else None
 
 
 class TextReader:
@@ -92,9 +111,7 @@ class TextReader:
             T = piece.size(1)
             if T > self.length - self.end:
                 self.drop_oldest()
-            x, t = self.model.embed(piece, self.start + self.end)
-            table = self.model.table(t, x)
-            x = self.model.through_blocks(x, Inputs(table, None, self.memory))
+            x = self.model.hidden(piece, self.start + self.end, memory=self.memory)
             self.end += T
         return self.model.logits(x[:, -1])
 

@@ -4,16 +4,18 @@ model.py and ops.py, beside this file, are the model; config.json holds its flag
 (only after the texts if slots have a position), and `generate` works with transformers' caches.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import Heads, Inputs, LearnedEmbedding, Model, ModelConfig
+from .model import Heads, LearnedEmbedding, Model, ModelConfig, Neighbours
 
 
 class SuperblockConfig(PretrainedConfig):
@@ -33,6 +35,15 @@ class SuperblockConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
 
+def extend_rows(update: Callable, n: int, x: Tensor) -> Tensor:
+    """As engine.decode.RowCache.extend. A cache of transformers, which can be cropped, keeps all rows, as keys."""
+    T = x.size(-2)
+    keys = x.reshape(len(x), -1, *x.shape[-2:])
+    keys, _ = update(keys, keys[..., :0])
+    rows = keys[..., -n - T :, :].view(*x.shape[:-2], -1, x.size(-1))
+    return F.pad(rows, (0, 0, n + T - rows.size(-2), 0))
+
+
 class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
     """A Model as transformers expects it."""
 
@@ -44,11 +55,12 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.model = Model(ModelConfig(**config.flags), self.seed)
-        self.heads = [m for m in self.model.modules() if isinstance(m, Heads) and m.causal]
-        config.num_hidden_layers = len(self.heads)  # of transformers' caches; a layer may have several
+        self.model.cfg.doc_positions = True  # the documents are padding and a text
+        modules = [*self.model.modules()]
+        self.cached = [m for m in modules if isinstance(m, Heads) and m.causal]
+        self.cached += [m for m in modules if isinstance(m, Neighbours)]
+        config.num_hidden_layers = len(self.cached)  # of transformers' caches; a layer may have several
         self.names = {m: name for name, m in self.model.named_modules()}
-        self.padding = None  # (B, 1): tokens of padding before each text
-        self.model.pos.register_forward_pre_hook(self.count_from_text)
         self.post_init()
 
     def get_input_embeddings(self):
@@ -68,17 +80,9 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
                 name = f"{self.names[module]}.{kind}"
                 p.copy_(self.model.initial_weight(name, self.seed, p.shape, (0,) * p.dim(), p.shape, p.device))
 
-    def count_from_text(self, pos, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Gives the embedding of positions the positions (B, T) within the texts."""
-        x, t = inputs
-        if self.padding is not None:
-            t = (t - self.padding).clamp(min=0)
-        return x, t
-
     def texts_of(self, attention_mask: Tensor | None) -> Tensor | None:
         """attention_mask (B, S) -> the documents (B, S) of each row, padding and the text, or None if no padding comes
         before a text. ValueError for zeros inside of a text."""
-        self.padding = None
         if attention_mask is None:
             return None
         if attention_mask.dim() != 2:
@@ -94,7 +98,6 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         if self.model.cfg.placed_slots:
             where = "away from the slots of pos=rope with joint_slots"
             raise ValueError(f"padding before a text moves it, {where}; pad after it, or give texts one by one")
-        self.padding = (~text).sum(dim=1, keepdim=True)
         return text.long()
 
     def forward(
@@ -118,12 +121,14 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         docs = texts = self.texts_of(attention_mask)
         if texts is not None:
             docs = texts[:, start:].contiguous(), texts
-        for layer, heads in enumerate(self.heads):
-            heads.cache = None
+        for layer, m in enumerate(self.cached):
+            m.cache = None
             if cache is not None:
-                heads.cache = SimpleNamespace(extend=partial(cache.update, layer_idx=layer))
-        x, t = model.embed(input_ids, start)
-        x = model.through_blocks(x, Inputs(model.table(t, x), docs))
+                extend = partial(cache.update, layer_idx=layer)
+                if isinstance(m, Neighbours):
+                    extend = partial(extend_rows, extend, m.reach)
+                m.cache = SimpleNamespace(extend=extend)
+        x = model.hidden(input_ids, start, docs)
         keep = logits_to_keep
         if isinstance(keep, int):
             keep = slice(-keep, None)

@@ -21,8 +21,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from data.errors import require
 from engine.parallel.tensor import Exchange
-from model import Heads
+from model import Heads, Neighbours
 from ops import Mask, boundaries
 
 
@@ -57,9 +58,15 @@ def local_pieces(x: Tensor, group: ProcessGroup) -> Tensor:
 def apply_context_parallel(model: nn.Module, group: ProcessGroup):
     """Change the model, in place, so that it computes this rank's pieces of each text."""
     model.place = partial(place, group)
-    for module in model.modules():
+    n, _, _ = piece_indices(group)
+    size = model.cfg.block_size // n
+    for name, module in model.named_modules():
         if isinstance(module, Heads):
             module.attend = partial(attend_pieces, module.attend, group)
+        elif isinstance(module, Neighbours):
+            fact = f"cp={n // 2} makes pieces of {size} tokens, and {name} reads {module.reach} tokens before each"
+            require(module.reach <= size, f"{fact}; set a lower cp or a higher block_size")
+            module.pieces = partial(pieces_behind_rows, group, module.reach)
 
 
 def place(group: ProcessGroup, t: Tensor) -> Tensor:
@@ -77,6 +84,19 @@ def gathered_pieces(group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, 
     parts = Exchange.apply(torch.cat((k, v), dim=1), 2, group, True).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
     in_order = [*parts[::2], *parts[::-2]]
     return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
+
+
+def pieces_behind_rows(group: ProcessGroup, n: int, x: Tensor) -> Tensor:
+    """This rank's pieces x (..., T/n_ranks, C), each behind the n rows before it: (..., 2, n + size of a piece, C). All
+    ranks exchange the last n rows of their pieces."""
+    pieces = x.unflatten(-2, (2, -1))
+    _, *indices = piece_indices(group)
+    parts = Exchange.apply(pieces[..., -n:, :], pieces.dim() - 3, group, True).unbind(
+        -3
+    )  # of pieces 0, n-1, 1, n-2, ...
+    ends = [torch.zeros_like(parts[0]), *parts[::2], *parts[::-2]]  # in order, behind those before the text
+    before = torch.stack([ends[i] for i in indices], dim=-3)
+    return torch.cat((before, pieces), dim=-2)
 
 
 def mask_of_piece(mask: Mask, begin: int, end: int) -> Mask:

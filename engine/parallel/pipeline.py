@@ -13,6 +13,7 @@ The first stage also has the embedding, and the last stage the head.
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import DTensor
 
 from engine.parallel.stages import layers
-from model import Inputs, Model, Shared, stream_dtype
+from model import Model, Shared, stream_dtype
 
 
 def check(cfg, n_micro: int):
@@ -54,7 +55,8 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
     weight stays on both ends. ValueError if layers exchange more than the stream. Returns the names of the parameters
     that another rank has too and counts."""
     x = model.wte.weight.new_empty(1, 1, model.cfg.n_embd)
-    inputs = Inputs(model.table(torch.arange(1, device=x.device), x), shared=Shared())
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
+    inputs = model.inputs(idx, idx[0], x)._replace(shared=Shared())
     with torch.no_grad():
         for block in model.blocks:
             x = block(x, inputs)
@@ -81,14 +83,13 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
 class Chunk(nn.Module):
     """The part of a rank's model that is one of its stages, computed under autocast.
 
-    x is idx in the first stage of the pipeline and the stream (B, T, C) in others. The result is the loss in the last
-    stage and the stream in others. Tensor parallelism cuts the stream along T into `slices`.
+    x is idx in the first stage of the pipeline and the stream (B, T, C) in others, and `batch` holds the arguments of
+    Model.forward. The result is the loss in the last stage and the stream in others.
     """
 
-    def __init__(self, model: Model, blocks: range, slices: int, autocast: Callable):
+    def __init__(self, model: Model, blocks: range, autocast: Callable):
         super().__init__()
         self.model = model
-        self.slices = slices
         self.autocast = autocast
         self.blocks = nn.ModuleList(model.blocks.get_submodule(str(layer)) for layer in blocks)
         self.first = blocks.start == 0
@@ -99,16 +100,16 @@ class Chunk(nn.Module):
         part.__dict__ = vars(self.model) | {"_modules": dict(self.model._modules)}
         part.blocks = self.blocks
         if not self.first:
-            part.embed = self.embed
+            part.embed = partial(self.embed, x)
             part.first_norm = nn.Identity()
         if not self.last:
             part.loss = lambda x, targets: x
             part.norm = nn.Identity()
         with self.autocast():
-            return part(x, **batch)
+            return part(**batch)
 
-    def embed(self, x: Tensor, start: int, docs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:
-        return x, self.model.place(torch.arange(start, start + x.size(1) * self.slices, device=x.device))
+    def embed(self, x: Tensor, idx: Tensor, start: int, docs: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
+        return x, self.model.place(torch.arange(start, start + idx.size(1), device=x.device))
 
 
 class Stage(PipelineStage):
@@ -152,7 +153,7 @@ class Pipeline:
         self.chunks = []
         stages = []
         for blocks in layers(cfg.n_layer, self.rank, cfg.pp, cfg.pp_chunks):
-            chunk = Chunk(model, blocks, cfg.tp, ranks.autocast)
+            chunk = Chunk(model, blocks, ranks.autocast)
             x = idx if chunk.first else stream
             y = loss if chunk.last else stream
             number = self.rank + cfg.pp * len(stages)
@@ -184,8 +185,7 @@ class Pipeline:
             T = batch["docs"][0].size(1)
             batch["doc_starts"] = [F.pad(x, (0, n - x.size(1)), value=T) for x in batch["doc_starts"]]
         batch = {name: torch.cat(parts) for name, parts in batch.items()}  # the schedule splits it
-        idx = batch.pop("idx")
-        args = (idx,) if self.rank == 0 else ()
+        args = (batch["idx"],) if self.rank == 0 else ()
         losses: list[Tensor] = []
         reduce_in_backward(False, self.model)
         self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)
@@ -210,8 +210,7 @@ class Pipeline:
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss of a batch of any size B; 0 before the last stage."""
-        batch = dict(batch)
-        x = batch.pop("idx")
+        x = batch["idx"]
         for chunk in self.chunks:
             if not chunk.first:
                 x = self.stream(len(x), self.device)

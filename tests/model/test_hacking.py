@@ -28,7 +28,8 @@ from ops import Mask
 
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
 FLAGS = {  # in the order of the page
-    "mlp": "reglu", "pos": "slopes", "block": "macaron", "head_norm": True, "first_stream": True, "optimizer": "sgd",
+    "mlp": "reglu", "pos": "slopes", "block": "macaron", "head_norm": True, "first_stream": True, "kv_conv": True,
+    "value_embedding": True, "optimizer": "sgd",
 }  # fmt: skip
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 64}
 
@@ -72,7 +73,7 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
         assert 3 <= function.end_lineno - function.lineno + 1 <= 6
     new = load(tmp_path / "model.py")
     assert FLAGS[flag] in choices(get_type_hints(new.ModelConfig)[flag])  # so it is in the grid
-    for name in ("Heads", "Inputs", "Rope"):
+    for name in ("Heads", "Neighbours", "Rope"):
         monkeypatch.setattr(decode, name, getattr(new, name))
     net = new.Model(new.ModelConfig(**SIZES, **{flag: FLAGS[flag]}), seed=1).double()
     idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -91,6 +92,8 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
         "block": {"sums.0.gain.weight": 0.5, "sums.2.gain.weight": 0.5},
         "head_norm": {"y_norm.weight": 1.0},
         "first_stream": {"first.weight": 0.1},
+        "kv_conv": {"attn.taps": 0.0},
+        "value_embedding": {},
     }
     declared = [p for name, p in net.named_parameters() if name.endswith(tuple(initial[flag]) or "none")]
     assert len(declared) == 2 * len(initial[flag])  # in each of two layers
@@ -131,6 +134,7 @@ def runs(tiny_data, tmp_path_factory):
         "alone": (1, []), "half": (1, ["--max_iters=3", "--lr_decay_iters=6", "--save_interval=3"]),
         "tp": (2, ["--tp=2", "--activation_checkpoint=full"]), "cp": (2, ["--cp=2"]),
         "fsdp": (2, ["--parallel=fsdp", "--activation_checkpoint=selective"]),
+        "apart": (1, ["--first_stream=False"]), "pp": (2, ["--first_stream=False", "--pp=2"]),
         "macaron": (1, ["--block=macaron"]), "macaron, tp": (2, ["--block=macaron", "--tp=2"]),
     }  # fmt: skip
     each = {1: [], 2: []}
@@ -156,6 +160,7 @@ def test_all_patches_together_train_on_every_layout(runs):
     for name in ("tp", "cp", "fsdp"):
         assert np.allclose(losses(name), whole, rtol=1e-4, atol=0), name
     assert np.allclose(losses("macaron, tp"), losses("macaron"), rtol=1e-4, atol=0) and losses("macaron") != whole
+    assert np.allclose(losses("pp"), losses("apart"), rtol=1e-4, atol=0)
 
 
 def test_the_plan_counts_the_state_of_a_new_optimizer(runs):

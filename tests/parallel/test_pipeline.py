@@ -25,7 +25,7 @@ def test_blocks_are_spread_evenly_and_a_later_stage_begins_with_the_stream():
             found.append(len(model.blocks))
             x = torch.randn(2, 12, 16)
             for blocks in layers(n_layer, rank, ranks, chunks)[rank == 0 :]:
-                again, t = Chunk(model, blocks, 1, nullcontext).embed(x, 3)
+                again, t = Chunk(model, blocks, nullcontext).embed(x, torch.zeros(2, 12), 3, None)
                 assert again is x and t.tolist() == list(range(3, 15))  # no second dropout
         assert found == sizes
     assert layers(7, 0, 2, 2) == [range(2), range(4, 6)] and layers(7, 1, 2, 2) == [range(2, 4), range(6, 7)]
@@ -51,7 +51,7 @@ def test_passes_are_those_of_the_schedule(ranks, chunks, n_micro):
 def test_micro_batches_of_unequal_numbers_of_documents():
     """What the schedule gets has one width, and a row's missing documents begin at its end."""
     given = {}
-    schedule = SimpleNamespace(step=lambda idx, **more: given.update(more))
+    schedule = SimpleNamespace(step=lambda _, **more: given.update(more))
     model = SimpleNamespace(parameters=list)
     stage = SimpleNamespace(
         model=model, rank=0, n_ranks=2, schedule=schedule, device=torch.device("cpu"), _sum_tied=lambda: None
