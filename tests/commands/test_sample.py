@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TINY, refused
-from ranks import launch, train_runs
+from helpers import TINY, refused
+from ranks import begin, launch, train_runs
 
 import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
-from engine.checkpoint import weights
 from engine.decode import generate
-from engine.parallel.ranks import Ranks
 from model import Model, ModelConfig
 from sample import SampleConfig, choose
 
@@ -64,69 +61,62 @@ def test_choose(flags, kept):
     assert torch.allclose(got, expected, atol=0.03)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"top_p": 0.6},
-        {"min_p": 0.2},
-        {"top_p": 0.5, "min_p": 0.1},
-        {"temperature": 1.5, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
-        {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.3},
-    ],
-    ids=str,
-)
-def test_the_distribution_is_that_of_transformers(flags):
+def test_the_distribution_is_that_of_transformers():
     """The distribution equals that of a random GPT-2's generate with the same flags, which applies min_p last."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=1)).eval()
     theirs.lm_head.weight.data.mul_(30)  # logits of a standard deviation of 2
-    cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
-    options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    options |= {"output_logits": True, "output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
     idx = torch.randint(50, (64, 4))
-    made = theirs.generate(idx, do_sample=True, max_new_tokens=1, attention_mask=torch.ones_like(idx), **options)
-    ours = sample.distribution(made.logits[0], cfg)
-    expected = made.scores[0].softmax(-1)
-    assert ((ours > 0) == (expected > 0)).all()
-    assert torch.allclose(ours / ours.sum(-1, keepdim=True), expected, atol=1e-6)
+    given = {"attention_mask": torch.ones_like(idx), "do_sample": True, "max_new_tokens": 1, "pad_token_id": 0}
+    given |= {"output_logits": True, "output_scores": True, "return_dict_in_generate": True}
+    for flags in (
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"top_p": 0.5, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.3},
+    ):
+        options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | flags
+        made = theirs.generate(idx, **given, **options)
+        ours = sample.distribution(made.logits[0], SampleConfig(**options))
+        expected = made.scores[0].softmax(-1)
+        assert ((ours > 0) == (expected > 0)).all(), flags
+        assert torch.allclose(ours / ours.sum(-1, keepdim=True), expected, atol=1e-6), flags
+
+
+RUNS = {  # most have more rows than ids
+    "causal": [],
+    "wide": ["--vocab_size=320", "--pos=rope", "--logit_softcap=20"],
+    "masked": ["--vocab_size=320", "--objective=masked", "--block_size=32"],
+    "seq2seq": ["--vocab_size=320", "--objective=seq2seq", "--block_size=32", "--corrupt_ratio=0.3", "--span_length=2"],
+}
 
 
 @pytest.fixture(scope="module")
-def train_tiny(tiny_data, tmp_path_factory):
-    def call(*flags: str) -> Path:
-        folder = tmp_path_factory.mktemp("sampled") / "out"
-        flags = [*TINY, "--max_iters=120", "--eval_interval=120", f"--dataset={tiny_data}", *flags]
-        launch(1, train_runs, folder.parent, [[*flags, f"--out_dir={folder}"]])
-        return folder
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def trained(train_tiny):
-    return train_tiny()
-
-
-@pytest.fixture(scope="module")
-def masked(train_tiny):
-    return train_tiny("--objective=masked", "--block_size=32")
-
-
-@pytest.fixture(scope="module")
-def seq2seq(train_tiny):
-    return train_tiny("--objective=seq2seq", "--block_size=32", "--corrupt_ratio=0.3", "--span_length=2")
+def runs(tiny_data, tmp_path_factory) -> Path:
+    """The folder of the trained runs."""
+    folder = tmp_path_factory.mktemp("sampled")
+    flags = [*TINY, "--eval_interval=40", f"--dataset={tiny_data}"]
+    launch(1, train_runs, folder, [[*flags, *more, f"--out_dir={folder / name}"] for name, more in RUNS.items()])
+    return folder
 
 
 @pytest.fixture
-def say(trained, capfd):
-    def call(*flags: str, out: Path = trained) -> str:
+def say(runs, capfd):
+    """say(*flags) is what sample.py prints."""
+
+    def call(*flags: str, out: str | Path = "causal") -> str:
         capfd.readouterr()
-        sample.main([f"--out_dir={out}", "--device=cpu", *flags])
+        sample.main([f"--out_dir={runs / out}", "--device=cpu", *flags])
         return capfd.readouterr().out
 
     return call
+
+
+def load(out: Path):
+    return sample.load(SampleConfig(out_dir=str(out)), torch.device("cpu"))
 
 
 def text_of(ids: list[int]) -> str:
@@ -136,60 +126,45 @@ def text_of(ids: list[int]) -> str:
     return bytes(ids).decode("utf-8", "replace") + "\n"
 
 
-@pytest.mark.parametrize("prompt", ["the cat ", "dogs bark; sat on a mat. the cat "])
-def test_greedy_text_equals_repeated_forwards(say, trained, prompt):
-    """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte, also with a long prompt."""
-    text = say(f"--start={prompt}", "--max_new_tokens=60", "--temperature=0")
-    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
+@pytest.mark.parametrize(
+    "name,prompt", [("causal", "the cat "), ("causal", "dogs bark; sat on a mat. the cat "), ("wide", "the cat ")]
+)
+def test_greedy_text_equals_repeated_forwards(say, runs, name, prompt):
+    """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte: of the last 16 bytes, or with
+    --overflow=roll of the whole text with window=16."""
+    _, model, tokenizer = load(runs / name)
+    flags, context = [], 16
+    if name == "wide":
+        flags, context, trained = ["--overflow=roll"], 128, model
+        model = Model(replace(trained.cfg, block_size=context, window=16))
+        model.load_state_dict(trained.state_dict())
     ids = tokenizer.encode(prompt).tolist()
-    for _ in range(60):
-        ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
-    assert text == text_of(ids)
-
-
-def test_rolling_text_equals_forwards_with_a_window(say, train_tiny):
-    """60 bytes beyond block_size=16 equal the argmax of one plain forward of the whole text with window=16 per byte."""
-    out = train_tiny("--pos=rope")
-    text = say("--start=the cat ", "--max_new_tokens=60", "--temperature=0", "--overflow=roll", out=out)
-    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(out)), torch.device("cpu"))
-    whole = Model(replace(model.cfg, block_size=128, window=16))
-    whole.load_state_dict(model.state_dict())
-    ids = tokenizer.encode("the cat ").tolist()
     with torch.no_grad():
         for _ in range(60):
-            ids.append(whole(torch.tensor([ids]))[0, -1, :257].argmax().item())
-    assert text == text_of(ids)
+            ids.append(model(torch.tensor([ids[-context:]]))[0, -1, :257].argmax().item())
+    assert say(f"--start={prompt}", "--max_new_tokens=60", "--temperature=0", *flags, out=name) == text_of(ids)
 
 
 @pytest.mark.parametrize(
-    "flags,prompt,never",
+    "name,prompt,never",
     [
-        ([], "the ", range(257, 320)),
-        (["--objective=masked"], "the <mask>at s<mask>", range(256, 320)),
-        (
-            ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=2"],
-            "the <mask> on <mask>.",
-            [256, *range(261, 320)],
-        ),
+        ("wide", "the ", range(257, 320)),
+        ("masked", "the <mask>at s<mask>", range(256, 320)),
+        ("seq2seq", "the <mask> on <mask>.", [256, *range(260, 320)]),
     ],
-    ids=["causal", "masked", "seq2seq"],
 )
-def test_padding_of_the_vocabulary_is_never_drawn(run, say, monkeypatch, flags, prompt, never):
+def test_padding_of_the_vocabulary_is_never_drawn(say, monkeypatch, name, prompt, never):
     """The tokenizer has 257 of 320 rows, and the objective the next ones. Even if the other rows have the largest
     logits, and in blanks end-of-text (256), the samples stay the same, at a high and at a low temperature."""
-    folder, logits = (
-        run(*flags, "--vocab_size=320", "--max_iters=1", "--warmup_iters=1", "--eval_iters=1"),
-        Model.logits,
-    )
+    logits, padding = Model.logits, F.one_hot(torch.tensor(never), 320).sum(0)
+    flags = [f"--start={prompt}", "--num_samples=4"]
+    if name != "masked":
+        flags.append("--max_new_tokens=15")
     for drawn in (["--temperature=100", "--top_k=310"], ["--top_k=3"], ["--temperature=0"], ["--top_p=0.9"]):
-        drawn += [f"--start={prompt}", "--num_samples=4"] + ["--max_new_tokens=40"] * (
-            "--objective=masked" not in flags
-        )
         texts = []
         for more in (0.0, 1e4):
-            padding = F.one_hot(torch.tensor(never), 320).sum(0)
             monkeypatch.setattr(Model, "logits", lambda self, x, y=more * padding: logits(self, x) + y)
-            texts.append(say(*drawn, out=folder))
+            texts.append(say(*flags, *drawn, out=name))
         assert texts[0] == texts[1] and len(texts[0]) > len(prompt)
 
 
@@ -216,14 +191,9 @@ def test_a_step_of_few_products_takes_one_thread(monkeypatch, chosen):
     assert used == ([3] if chosen else [1, 1, 1, 3, 3, 3])
 
 
-def test_start_from_file(say, tmp_path):
-    (tmp_path / "prompt.txt").write_text("été ", encoding="utf-8")
-    assert say(f"--start=FILE:{tmp_path / 'prompt.txt'}", "--max_new_tokens=3").startswith("été ")
-
-
 @pytest.mark.parametrize("tokenizer, first", [(ByteTokenizer(), 256), (CharTokenizer("\tab\n"), 1)])
-def test_an_empty_prompt_is_end_of_text_or_a_newline(say, trained, monkeypatch, tokenizer, first):
-    path, model, _ = sample.load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))
+def test_an_empty_prompt_is_end_of_text_or_a_newline(say, runs, monkeypatch, tokenizer, first):
+    path, model, _ = load(runs / "causal")
     monkeypatch.setattr(sample, "load", lambda cfg, device: (path, model, tokenizer))
     read = []
     monkeypatch.setattr(sample, "generate", lambda _, idx, *__, **___: read.append(idx.tolist()) or iter([idx[0]]))
@@ -248,9 +218,9 @@ def test_pieces_join_to_the_text_and_hold_back():
     assert s.add(b"x EN", last=False) == "x " and s.add(b"\xe2\x82", last=True) == "EN\ufffd"
 
 
-def test_a_terminal_sees_the_text_while_it_is_written(trained, monkeypatch, capsys):
+def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys):
     """Each piece is written at once, and the text equals the one written to a pipe."""
-    flags = [f"--out_dir={trained}", "--start=the cat ", "--max_new_tokens=40", "--device=cpu"]
+    flags = [f"--out_dir={runs / 'causal'}", "--start=the cat ", "--max_new_tokens=40", "--device=cpu"]
     sample.main(flags)
     piped = capsys.readouterr().out
 
@@ -271,47 +241,46 @@ def test_a_terminal_sees_the_text_while_it_is_written(trained, monkeypatch, caps
     assert len(lengths) > 30 and "tokens per second" in capsys.readouterr().err
 
 
-def test_any_prompt_and_any_terminal(trained):
+def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):
     """A prompt that is not UTF-8, a terminal with ASCII only, and a reader that ends early."""
-    command = [sys.executable, "sample.py", f"--out_dir={trained}", b"--start=\xc3\xa9\xff", "--max_new_tokens=40"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and done.stdout.startswith(b"??")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert b"Error" not in process.stderr.read() and process.wait() == -signal.SIGPIPE
+    flags = [f"--out_dir={runs / 'causal'}", "--start=é\udcff", "--max_new_tokens=40", "--device=cpu"]
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    sample.main(flags)
+    assert terminal.buffer.getvalue().startswith(b"??")
+    os.mkfifo(tmp_path / "reader")
+    process = begin(["sample.py", *flags], tmp_path, stdout=tmp_path / "reader")
+    open(tmp_path / "reader").close()
+    process.join(600)
+    assert process.exitcode == -signal.SIGPIPE and "Error" not in (tmp_path / "stderr").read_text()
 
 
 # ---- scores
 
 
-@pytest.fixture(scope="module")
-def wide(train_tiny):
-    return train_tiny("--vocab_size=320", "--pos=rope", "--logit_softcap=20")
-
-
-@pytest.mark.parametrize("name", ["trained", "wide"])
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 24, 25, 26, 70])
-def test_scores_equal_log_softmax_of_the_logits(request, say, tmp_path, name, length):
+@pytest.mark.parametrize("name", ["causal", "wide"])
+def test_scores_equal_log_softmax_of_the_logits(say, runs, tmp_path, name):
     """Up to block_size + 1 = 17 tokens the context is the whole text; then each window adds 8 tokens to it."""
-    out, text = request.getfixturevalue(name), ("the café sat\r\non a mat. " * 5).encode()[:length]
-    text = text[:-1] + b"x" if text[-1] > 127 else text
-    (tmp_path / "text.txt").write_bytes(text)
-    lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=out).splitlines()]
-    assert [line["token"] for line in lines] == list(text)
-    assert [line["byte"] for line in lines] == list(range(length))
-    assert [line["text"] for line in lines] == [bytes([b]).decode("utf-8", "replace") for b in text]
-    _, model, _ = sample.load(SampleConfig(out_dir=str(out)), torch.device("cpu"))
-    expected, ids = [None], torch.tensor(list(text))
-    for i in range(1, length):  # the inputs from a multiple of 8 on, of which there are at most 16
-        start = max(0, -(-(i - 16) // 8) * 8)
-        assert 9 <= i - start <= 16 or start == 0
-        logits = model.double()(ids[None, start:i])[0, -1]
-        expected.append(logits.log_softmax(-1)[text[i]].item())
-    assert lines[0]["logprob"] is None
-    assert [line["logprob"] for line in lines[1:]] == pytest.approx(expected[1:], rel=1e-5, abs=1e-6)
+    model = load(runs / name)[1].double()
+    for length in (1, 2, 16, 17, 18, 24, 25, 26, 70):
+        text = ("the café sat\r\non a mat. " * 5).encode()[:length]
+        text = text[:-1] + b"x" if text[-1] > 127 else text
+        (tmp_path / "text.txt").write_bytes(text)
+        lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=name).splitlines()]
+        assert [line["token"] for line in lines] == list(text)
+        assert [line["byte"] for line in lines] == list(range(length))
+        assert [line["text"] for line in lines] == [bytes([b]).decode("utf-8", "replace") for b in text]
+        expected, ids = [None], torch.tensor(list(text))
+        for i in range(1, length):  # the inputs from a multiple of 8 on, of which there are at most 16
+            start = max(0, -(-(i - 16) // 8) * 8)
+            assert 9 <= i - start <= 16 or start == 0
+            logits = model(ids[None, start:i])[0, -1]
+            expected.append(logits.log_softmax(-1)[text[i]].item())
+        assert lines[0]["logprob"] is None
+        assert [line["logprob"] for line in lines[1:]] == pytest.approx(expected[1:], rel=1e-5, abs=1e-6)
 
 
-def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
+def test_scores_of_tokens_of_several_bytes(run, say, tmp_path, capfd):
     """`byte` counts the bytes before a token, and the mean of the log-probabilities is evaluate.py's loss."""
     text = "añ€ñ€a" * 2
     with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as writer:
@@ -322,21 +291,18 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path):
     lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=out).splitlines()]
     assert "".join(line["text"] for line in lines) == text
     assert [line["byte"] for line in lines] == [len(text[:i].encode()) for i in range(len(text))]
-    evaluated = evaluate.EvaluateConfig(file=str(tmp_path / "text.txt"))
-    ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
-    machine = {"device": "cpu", "eval_only": True, "batch_size": 8}
-    given = evaluated, ranks, machine, text
-    found = weights.read(str(out), lambda found: evaluate.evaluate_text(*given, found, None))
-    assert found["loss"] == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
+    evaluate.main([f"--out_dir={out}", f"--file={tmp_path / 'text.txt'}", "--device=cpu", "--json=True"])
+    loss = json.loads(capfd.readouterr().out)["loss"]
+    assert loss == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
 
 
 # ---- blanks
 
 
-def test_masked_fills_the_surest_blank_first(say, masked, monkeypatch):
+def test_masked_fills_the_surest_blank_first(say, runs, monkeypatch):
     """Compared with full forwards and loops over their probabilities. The random weights are so large that a token
     depends on those around it, so another order gives another text."""
-    path, model, tokenizer = sample.load(SampleConfig(out_dir=str(masked)), torch.device("cpu"))
+    path, model, tokenizer = load(runs / "masked")
     torch.manual_seed(7)
     for p in model.parameters():
         p.data.normal_()
@@ -355,14 +321,14 @@ def test_masked_fills_the_surest_blank_first(say, masked, monkeypatch):
     surest = filled(lambda i, p: p.max())
     assert surest not in (filled(lambda i, p: -i), filled(lambda i, p: -p.max()))
     greedy = ["--temperature=0", "--num_samples=2"]
-    text = say("--start=the c_t ____ __ a mat", "--blank=_", *greedy, out=masked)
+    text = say("--start=the c_t ____ __ a mat", "--blank=_", *greedy, out="masked")
     assert text == surest + sample.SEPARATOR + surest + "\n"
-    assert say("--start=the c<mask>t " + 4 * "<mask>" + " <mask><mask> a mat", *greedy, out=masked) == text
+    assert say("--start=the c<mask>t " + 4 * "<mask>" + " <mask><mask> a mat", *greedy, out="masked") == text
 
 
-def test_seq2seq_fills_spans(say, seq2seq):
+def test_seq2seq_fills_spans(say, runs):
     """Compared with uncached forwards: sentinels 257, 258, ... come in order, and the third one ends the two spans."""
-    _, model, tokenizer = sample.load(SampleConfig(out_dir=str(seq2seq)), torch.device("cpu"))
+    _, model, _ = load(runs / "seq2seq")
     source = torch.tensor([[*b"the ", 257, *b" on a ", 258, *b"."]])
     ids = [257]
     with torch.no_grad():
@@ -377,10 +343,9 @@ def test_seq2seq_fills_spans(say, seq2seq):
     first, second = (bytes(fills[n]).decode("utf-8", "replace") for n in (257, 258))
     assert first or second
     flags = ["--start=the <mask> on a <mask>.", "--temperature=0", "--max_new_tokens=40"]
-    assert say(*flags, out=seq2seq) == f"the {first} on a {second}.\n"
-    several = (
-        say(*flags[:1], "--num_samples=3", "--max_new_tokens=40", out=seq2seq).rstrip("\n").split(sample.SEPARATOR)
-    )
+    assert say(*flags, out="seq2seq") == f"the {first} on a {second}.\n"
+    text = say(flags[0], "--num_samples=3", "--max_new_tokens=40", out="seq2seq").rstrip("\n")
+    several = text.split(sample.SEPARATOR)
     assert len(several) == 3
     assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
 
@@ -404,33 +369,6 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
 # ---- what cannot be
 
 
-@pytest.mark.parametrize(
-    "objective,flags,fragments",
-    [
-        ("masked", ["--start=no blank"], ["start='no blank'", "<mask>", "--blank"]),
-        ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
-        ("trained", ["--overflow=roll"], ["overflow=roll", "pos=learned", "overflow=recompute"]),
-        ("seq2seq", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "pos=learned"]),
-        ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
-        ("masked", [f"--start={'<mask>' * 40}"], ["more blanks than the model knows, 32; fill"]),
-        ("masked", ["--start=a_", "--blank="], ["blank"]),
-        ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["more blanks than the model knows, 5; fill"]),
-        ("seq2seq", ["--start=\ud800"], ["has no blank"]),
-        ("trained", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
-        ("trained", ["--score=empty.txt"], ["score=empty.txt is empty"]),
-        ("trained", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 (command line): used only with score=''"]),
-        ("trained", ["--score=nul.py", "--start=a"], ["start=a (command line)", "score=nul.py"]),
-        ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
-    ],
-    ids=ascii,
-)
-def test_what_a_model_cannot_do(request, capfd, files, monkeypatch, objective, flags, fragments):
-    out = request.getfixturevalue(objective)
-    monkeypatch.chdir(files)
-    error = refused(sample.main, [f"--out_dir={out}", "--device=cpu", *flags], capfd)
-    assert all(fragment in error for fragment in fragments), error
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """Files that are not prompts."""
@@ -446,44 +384,53 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name, start", [("trained", "a"), ("masked", "<mask>"), ("seq2seq", "<mask>")])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_weights_that_are_not_finite(request, monkeypatch, capfd, name, start, temperature):
-    load = sample.load
-
-    def broken(*args):
-        found = load(*args)
-        found[1].norm.weight.data.fill_(torch.nan)
-        return found
-
-    monkeypatch.setattr(sample, "load", broken)
-    flags = [f"--out_dir={request.getfixturevalue(name)}", f"--start={start}", f"--temperature={temperature}"]
-    assert "logits are not finite" in refused(sample.main, [*flags, "--device=cpu"], capfd)
-
-
-BAD = {  # --start=FILE:... -> a part of the error line
+REFUSED = [  # run, flags, and what the line must name
+    ("masked", ["--start=no blank"], ["start='no blank'", "<mask>", "--blank"]),
+    ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
+    ("causal", ["--overflow=roll"], ["overflow=roll", "pos=learned", "overflow=recompute"]),
+    ("seq2seq", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "pos=learned"]),
+    ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
+    ("masked", [f"--start={'<mask>' * 40}"], ["more blanks than the model knows, 32; fill"]),
+    ("masked", ["--start=a_", "--blank="], ["blank"]),
+    ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["more blanks than the model knows, 5; fill"]),
+    ("seq2seq", ["--start=\ud800"], ["has no blank"]),
+    ("causal", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
+    ("causal", ["--score=empty.txt"], ["score=empty.txt is empty"]),
+    ("causal", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 (command line): used only with score=''"]),
+    ("causal", ["--score=nul.py", "--start=a"], ["start=a (command line)", "score=nul.py"]),
+    ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
+    ("causal", ["nul.py"], ["start='FILE:a"]),
+]
+FILES = {  # --start=FILE:... -> a part of the error line
     "fifo": "Not a regular file", "folder": "Not a regular file", "/dev/zero": "Not a regular file",
     "nowhere": "No such file", "a" * 5000: "too long", "~nobody_of_that_name/x": "home directory",
     "/proc/self/mem": "Input/output error", "huge.txt": "more than 16,777,216", "latin1.txt": "UTF-8",
 }  # fmt: skip
+REFUSED += [("causal", [f"--start=FILE:{name}"], [f"start=FILE:{name}"[:200], part]) for name, part in FILES.items()]
 WRONG = ["--temperature=1e-300", "--top_p=1.0001", "--overflow=wrap", "--device=cuda:-1", "--dtype=float16"]
-WRONG += ["--out_dir=/no/such/run", "--out_dir=folder", "--out_dir=", "--block_size=4", "nul.py"]
+WRONG += ["--out_dir=/no/such/run", "--out_dir=folder", "--out_dir=", "--block_size=4"]
+REFUSED += [("causal", [flag], [flag.partition("=")[0][2:]]) for flag in WRONG]
 
 
-@pytest.mark.parametrize("name", BAD, ids=lambda name: name[:30])
-def test_files_that_are_no_prompt(name, trained, files, capfd, monkeypatch):
+@pytest.mark.parametrize("name,flags,fragments", REFUSED, ids=lambda x: ascii(x)[:40])
+def test_what_is_refused(runs, capfd, files, monkeypatch, name, flags, fragments):
     monkeypatch.chdir(files)
-    error = refused(sample.main, [f"--out_dir={trained}", "--device=cpu", f"--start=FILE:{name}"], capfd)
-    assert f"start=FILE:{name}"[:200] in error and BAD[name] in error
+    error = refused(sample.main, [f"--out_dir={runs / name}", "--device=cpu", *flags], capfd)
+    assert all(fragment in error for fragment in fragments), error
 
 
-@pytest.mark.parametrize("flag", WRONG)
-def test_flags_that_are_wrong(flag, trained, files, capfd, monkeypatch):
-    monkeypatch.chdir(files)
-    error = refused(sample.main, [f"--out_dir={trained}", "--device=cpu", *flag.split(" ")], capfd)
-    assert "start='FILE:a" in error if flag == "nul.py" else flag.partition("=")[0].split()[0].lstrip("-") in error
+@pytest.mark.parametrize("name,start", [("causal", "a"), ("masked", "<mask>"), ("seq2seq", "<mask>")])
+def test_weights_that_are_not_finite(runs, monkeypatch, capfd, name, start):
+    found = load(runs / name)
+    found[1].norm.weight.data.fill_(torch.nan)
+    monkeypatch.setattr(sample, "load", lambda *args: found)
+    for temperature in (0, 1):
+        flags = [f"--out_dir={name}", f"--start={start}", f"--temperature={temperature}", "--device=cpu"]
+        assert "logits are not finite" in refused(sample.main, flags, capfd)
 
 
-@pytest.mark.parametrize("prompt", ["a\0b", "\ud800", "\udcff", "\ufeffx", "é" * 40, "\r\n", "FILE"], ids=ascii)
-def test_odd_prompts_are_continued(prompt, say):
-    assert len(say(f"--start={prompt}", "--max_new_tokens=2")) >= len(prompt) + 1
+def test_odd_prompts_are_continued(say, tmp_path):
+    (tmp_path / "prompt.txt").write_text("été ", encoding="utf-8")
+    assert say(f"--start=FILE:{tmp_path / 'prompt.txt'}", "--max_new_tokens=3").startswith("été ")
+    for prompt in ("a\0b", "\ud800", "\udcff", "\ufeffx", "é" * 40, "\r\n", "FILE"):
+        assert len(say(f"--start={prompt}", "--max_new_tokens=2")) >= len(prompt) + 1, ascii(prompt)
