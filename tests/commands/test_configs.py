@@ -2,12 +2,16 @@
 
 import itertools
 import re
+from copy import copy
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from configurator import Config, parse
+from configurator import Config, dump, parse
+from flags import unused
 from model import Model
 
 FILES = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "config").glob("*.py")}
@@ -71,26 +75,19 @@ PARAMETERS = {
 }
 
 
+@cache
 def read(name: str) -> Config:
     """The flags of a file; ValueError if they contradict each other or one of them is not used by the others."""
     return parse(Config, [str(FILES[name])])
 
 
-def test_every_file_is_counted():
-    assert FILES.keys() == PARAMETERS.keys()
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
-    cfg = read(name)
+    """A number of parameters that the comment at the top gives, as 124 M or 7 B, is the model's too."""
+    cfg = copy(read(name))
     cfg.vocab_size = cfg.vocab_size or VOCABULARY[cfg.dataset] + OWN_IDS[cfg.objective]
     with torch.device("meta"):
         assert sum(p.numel() for p in Model(cfg).parameters()) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_its_comment_names_the_parameters_right(name):
-    """A number of parameters that the comment at the top gives, as 124 M or 7 B, is the model's."""
     lines = FILES[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line[2:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
     assert comment
@@ -98,8 +95,21 @@ def test_its_comment_names_the_parameters_right(name):
         assert float(number) == round(PARAMETERS[name] / {"M": 1e6, "B": 1e9}[unit], len(digits)), comment
 
 
-def test_out_dirs_differ():
+def test_every_file_is_counted_and_has_its_own_out_dir():
+    assert FILES.keys() == PARAMETERS.keys()
     assert len({read(name).out_dir for name in PARAMETERS}) == len(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_record_reads_back_equal(tmp_path, name):
+    path, cfg = tmp_path / "config.py", read(name)
+    dump(cfg, path)
+    back = parse(Config, [str(path)])
+    assert back == cfg and list(tmp_path.iterdir()) == [path]
+    assert set(back.sources) == asdict(cfg).keys() - unused(cfg)
+    expected = {}
+    exec(path.read_text(encoding="utf-8"), {}, expected)  # it is also plain Python with the same meaning
+    assert asdict(Config()) | expected == asdict(cfg)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,10 @@ def test_quick_files_are_the_tuned_runs():
     assert found == {name for name in FILES if read(name).dataset == "pycode"} - untuned
 
 
-@pytest.mark.parametrize("name", ["train_superblock_124m", "pycode_superblock", "pycode_superblock_joint"])
-def test_superblocks_have_equal_parameters(name):
-    like = "train_gpt2" if name == "train_superblock_124m" else "train_pycode"
-    assert 0 <= 1 - PARAMETERS[name] / PARAMETERS[like] < 5e-4
+def test_superblocks_have_equal_parameters():
+    for name, like in (
+        ("train_superblock_124m", "train_gpt2"),
+        ("pycode_superblock", "train_pycode"),
+        ("pycode_superblock_joint", "train_pycode"),
+    ):
+        assert 0 <= 1 - PARAMETERS[name] / PARAMETERS[like] < 5e-4

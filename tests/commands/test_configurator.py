@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 import configurator
 from configurator import Config, dump, parse, parse_positional, read_flags, resolve
 from data.errors import user_errors
-from flags import documented, fact, unused
+from flags import documented, fact
 from model import Model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -48,8 +46,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precedence and places
+# ---- Precedence and places
 
 
 def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
@@ -82,8 +79,7 @@ def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
     cfg = parse(Config, [file, "--optimizer=adamw"])
     assert cfg == parse(Config, ["--optimizer=adamw"]) and parse(Config, [file]).muon_lr == 0.5
     for argv in ([write(tmp_path / "b.py", "muon_lr = 0.5\n")], [file, "--optimizer=adamw", "--muon_lr=0.5"]):
-        with pytest.raises(ValueError, match="used only with optimizer=muon"):
-            parse(Config, argv)
+        assert "used only with optimizer=muon" in mistake(argv)
 
 
 def test_defaults_are_nanogpts():
@@ -96,26 +92,24 @@ def test_defaults_are_nanogpts():
     assert (cfg.beta1, cfg.beta2, cfg.grad_clip, cfg.warmup_iters, cfg.min_lr) == (0.9, 0.95, 1.0, 2000, 6e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files against Python
+# ---- Files against Python
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["2 ** 10", "2 ** -1 * 4", "-2 ** 2 + 10", "2 ** 3 ** 2", "7 // 2 * 2 - 5 % 3", "-7 // 2 + 20", "-7 % 3", "1_000"]
-    + ["0x10", "True + 1", "+(3 - -4) * 2", "10 - 3 - 2", "2 * (1 + 1) / 0.5"],
-)
+ARITHMETIC = ["2 ** 10", "2 ** -1 * 4", "-2 ** 2 + 10", "2 ** 3 ** 2", "7 // 2 * 2 - 5 % 3", "-7 // 2 + 20", "-7 % 3"]
+ARITHMETIC += ["1_000", "0x10", "True + 1", "+(3 - -4) * 2", "10 - 3 - 2", "2 * (1 + 1) / 0.5"]
+
+
+@pytest.mark.parametrize("text", ARITHMETIC)
 def test_arithmetic_equals_python(tmp_path, text):
-    assert parse(Config, [write(tmp_path / "c.py", f"batch_size = {text}")]).batch_size == eval(text)
-    assert parse(Config, [write(tmp_path / "c.py", f"_a = {text}\nbatch_size = _a")]).batch_size == eval(text)
-    assert parse(Config, [f"--batch_size={text}"]).batch_size == eval(text)
+    a = write(tmp_path / "a.py", f"num_samples = {text}")
+    b = write(tmp_path / "b.py", f"_a = {text}\nnum_samples = _a")
+    for argument in (a, b, f"--num_samples={text}"):
+        assert parse(Sampling, [argument]).num_samples == eval(text)
 
 
 def test_strings_join_and_docstrings_pass(tmp_path):
-    path = write(
-        tmp_path / "c.py", '"""What it is."""\n_run = "out/" \'gpt\'\nout_dir = _run + "-" + "2"\n"a remark"\n'
-    )
-    assert parse(Config, [path]).out_dir == "out/gpt-2"
+    text = '"""What it is."""\n_run = "out/" \'gpt\'\nout_dir = _run + "-" + "2"\n"a remark"\n'
+    assert parse(Config, [write(tmp_path / "c.py", text)]).out_dir == "out/gpt-2"
 
 
 @pytest.mark.parametrize(
@@ -145,26 +139,17 @@ def test_positional_arguments():
         parse_positional(Sampling, ["show", "s3://a"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# nanoGPT's files
+# ---- nanoGPT's files
 
 TRAIN = """
 wandb_log = True
 wandb_project = 'letters'
 wandb_run_name = 'small-' + '1'
-out_dir = 'out-letters'
-eval_interval = 250 # often
-log_interval = 10
-always_save_checkpoint = False
+log_interval = 10 # often
 dataset = 'shakespeare_char'
 gradient_accumulation_steps = 5 * 8
-batch_size = 64
-n_embd = 384
-dropout = 0.2
 learning_rate = 1e-3
 lr_decay_iters = 5000
-beta2 = 0.99
-warmup_iters = 100
 decay_lr = True
 backend = 'nccl'
 dtype = 'float16'
@@ -172,16 +157,9 @@ device = 'cpu'
 compile = False
 """
 TUNE = """
-wandb_log = False
-wandb_project = 'letters'
-out_dir = 'out-tuned'
-eval_interval = 5
-dataset = 'shakespeare'
 init_from = 'gpt2-xl'
-batch_size = 1
-gradient_accumulation_steps = 32
-max_iters = 20
 learning_rate = 3e-5
+max_iters = 20
 decay_lr = False
 """
 
@@ -207,8 +185,7 @@ def test_last_decay_lr_counts(tmp_path):
     assert parse(Config, ["--schedule=wsd", "--decay_lr=False", "--schedule=cosine"]).schedule == "cosine"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes: one line with the flag, its value, its place and the remedy
+# ---- Mistakes: one line with the flag, its value, its place and the remedy
 
 COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
     (["--learning-rate=3"], ["learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
@@ -226,11 +203,6 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
     (["batch_size=32"], ["batch_size=32", "--name=value"]),
     (["--eval_only=1"], ["eval_only=1 (command line)", "expected True or False"]),
     (["--compile=Tru"], ["compile=Tru (command line)", "True or False or auto"]),
-    (["--learning_rate=nan"], ["learning_rate=nan (command line)", "expected float"]),
-    (["--learning_rate=1e999"], ["learning_rate=inf (command line)", "expected float"]),
-    (["--learning_rate=10**999"], ["learning_rate='10**999' (command line)", "expected float"]),
-    (["--learning_rate=9007199254740993"], ["learning_rate=9007199254740993", "expected float"]),
-    (["--learning_rate=1/0"], ["learning_rate='1/0' (command line)", "expected float"]),
     (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
     (["--muon_lr=0.1"], ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
     (["--schedule=constant", "--min_lr=0.1"], ["min_lr=0.1 (command line)", "schedule=constant", "change schedule"]),
@@ -240,23 +212,29 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
         ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
     ),
     (
-        ["--lr_decay_iters=100", "--max_iters=200", "--warmup_iters=150"],
-        [
-            "warmup_iters=150 (command line)",
-            "lr_decay_iters=100 (command line): the rate would rise",
-            "set warmup_iters",
-        ],
+        ["--max_iters=200", "--lr_decay_iters=100", "--warmup_iters=150"],
+        ["warmup_iters=150 (", "lr_decay_iters=100 (command line): the rate would rise", "set warmup_iters"],
     ),
 ]
+NO_FLOAT = {"nan": "nan", "1e999": "inf", "10**999": "'10**999'", "1/0": "'1/0'", "9007199254740993": "90071992547409"}
+COMMAND_LINE_MISTAKES += [
+    ([f"--learning_rate={text}"], [f"learning_rate={shown}", "(command line)", "expected float"])
+    for text, shown in NO_FLOAT.items()
+]
+
+
+def mistake(argv: list[str]) -> str:
+    with pytest.raises((ValueError, OSError)) as error:
+        parse(Config, argv)
+    message = str(error.value)
+    assert len(message.splitlines()) == 1 and len(message) < 900
+    return message
 
 
 @pytest.mark.parametrize("argv, fragments", COMMAND_LINE_MISTAKES, ids=lambda x: str(x[0])[:40])
 def test_mistakes_on_the_command_line(argv, fragments):
-    with pytest.raises((ValueError, OSError)) as error:
-        parse(Config, argv)
-    message = str(error.value)
-    assert len(message.splitlines()) == 1 and len(message) < 300
-    assert [f for f in fragments if f not in message] == [], message
+    message = mistake(argv)
+    assert len(message) < 300 and [f for f in fragments if f not in message] == [], message
 
 
 FILE_MISTAKES = [
@@ -284,10 +262,8 @@ FILE_MISTAKES = [
 @pytest.mark.parametrize("text, what, remedy", FILE_MISTAKES, ids=lambda x: x[:30])
 def test_mistakes_in_files(tmp_path, text, what, remedy):
     path = write(tmp_path / "c.py", text)
-    with pytest.raises(ValueError) as error:
-        parse(Config, [path])
-    message = str(error.value)
-    assert len(message.splitlines()) == 1 and what in message and remedy in message, message
+    message = mistake([path])
+    assert what in message and remedy in message, message
     line = next(i for i, line in enumerate(text.splitlines(), 1) if line not in ("", "# x") and line[0] != "_")
     assert f"{path}:{line}" in message
 
@@ -301,8 +277,7 @@ def test_files_are_never_executed(tmp_path):
         f"seed = (lambda: open({str(trace)!r}, 'w'))()",
         f"class A:\n    open({str(trace)!r}, 'w')",
     ):
-        with pytest.raises(ValueError):
-            parse(Config, [write(tmp_path / "c.py", text)])
+        mistake([write(tmp_path / "c.py", text)])
         assert not trace.exists()
         exec(text, {})
         assert trace.exists()
@@ -313,18 +288,14 @@ def test_binary_or_large_files_are_refused(tmp_path):
     path = tmp_path / "c.bin"
     for data in (b"seed = 1\0", b"\xff\xfe\x00", b"\x93NUMPY"):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=re.escape(f"{path}:1: ")):
-            parse(Config, [str(path)])
+        assert f"{path}:1: " in mistake([str(path)])
     path.write_text("_a = 'x'\n" + "_a = _a + _a\n" * 60)  # a text of 2^60 characters
-    with pytest.raises(ValueError, match=":11: the result is too large"):
-        parse(Config, [str(path)])
+    assert ":11: the result is too large" in mistake([str(path)])
     os.truncate(path, 20 * 10**9)
-    with pytest.raises(ValueError, match="has more than 1,048,576 bytes; a config file holds only name = value"):
-        parse(Config, [str(path)])
+    assert "has more than 1,048,576 bytes; a config file holds only name = value" in mistake([str(path)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Unused flags, the record, the checkpoint's flags
+# ---- Unused flags, the record, the checkpoint's flags
 
 
 def test_tables_name_flags_and_say_when_they_are_used():
@@ -360,19 +331,7 @@ def test_a_flag_that_is_used_is_accepted(flag, flags):
     assert seen[0] != seen[1]
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("config/*.py")), ids=lambda file: file.stem)
-def test_record_reads_back_equal(tmp_path, file):
-    path, cfg = tmp_path / "config.py", parse(Config, [str(file)])
-    dump(cfg, path)
-    back = parse(Config, [str(path)])
-    assert back == cfg and list(tmp_path.iterdir()) == [path]
-    assert set(back.sources) == asdict(cfg).keys() - unused(cfg)
-    expected = {}
-    exec(path.read_text(encoding="utf-8"), {}, expected)  # it is also plain Python with the same meaning
-    assert asdict(Config()) | expected == asdict(cfg)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.builds(Sampling, st.text(), st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_any_text_and_number_reads_back_equal(tmp_path, flags):
     dump(flags, tmp_path / "config.py")
@@ -383,14 +342,12 @@ def test_record_has_sections_docs_and_unused_flags_as_comments(tmp_path):
     dump(parse(Config, ["--n_layer=3"]), tmp_path / "config.py")
     text = (tmp_path / "config.py").read_text()
     assert "# --- optimizer\n" in text and "n_layer = 3  # [>0] [<=4096] number of blocks\n" in text
-    assert re.search(r"^# muon_lr = 0\.02  # \[optimizer=muon\]", text, re.M)
-    assert re.search(r"^muon_lr", text, re.M) is None
+    assert re.findall(r"^(?:# )?muon_lr.*\]", text, re.M) == ["# muon_lr = 0.02  # [optimizer=muon]"]
 
 
 def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
-    stored = asdict(
-        parse(Config, ["--pos=rope", "--rope_theta=5000", "--n_layer=3", "--max_iters=9", "--warmup_iters=0"])
-    )
+    flags = ["--pos=rope", "--rope_theta=5000", "--n_layer=3", "--max_iters=9", "--warmup_iters=0"]
+    stored = asdict(parse(Config, flags))
     path = write(tmp_path / "c.py", "init_from = 'resume'\nout_dir = 'elsewhere'\n")
     given = read_flags(Config, [path, "--max_iters=20", "--rope_theta=7"])  # rope_theta is used: pos comes from stored
     assert [*given.values()] == [
@@ -423,30 +380,26 @@ def test_retired_flags(tmp_path, monkeypatch):
         (["--norm=rmsnorm"], "norm=rmsnorm (command line): this choice was retired; use layernorm"),
         (["--wiring=series"], "wiring=series (command line): this flag was retired"),
     ):
-        with pytest.raises(ValueError, match=re.escape(shown)):
-            parse(Config, argv)
+        assert shown in mistake(argv)
 
 
 def test_nothing_that_is_retired_is_a_flag():
     for entry in configurator.RETIRED:
         name, chosen, value = entry.partition("=")
-        if chosen:
-            assert value not in configurator.choices(Config.__dataclass_fields__[name].type)
-        else:
-            assert name not in Config.__dataclass_fields__
+        flag = Config.__dataclass_fields__.get(name)
+        assert bool(flag) == bool(chosen) and not (flag and value in configurator.choices(flag.type)), entry
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# --help and the exit
+# ---- --help and the exit
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_every_flag(capsys, flag):
-    with pytest.raises(SystemExit) as stop:
-        parse(Config, ["--nonsense=3", flag], doc="How to run.\n\n    torchrun train.py\n    ")
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("How to run.\n\n    torchrun train.py\n\n")
+def test_help_names_every_flag(capsys):
+    for flag in ("--help", "-h"):
+        with pytest.raises(SystemExit) as stop:
+            parse(Config, ["--nonsense=3", flag], doc="How to run.\n\n    torchrun train.py\n    ")
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        assert text.startswith("How to run.\n\n    torchrun train.py\n\n")
     assert all(len(line) < 100 for line in text.splitlines())
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name

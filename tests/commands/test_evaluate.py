@@ -20,7 +20,8 @@ from data.writer import ShardWriter
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model, ModelConfig
 
-SHAPED = {
+RUNS = {
+    "plain": [],
     "causal": ["--pos=rope", "--doc_mask=True"],
     "masked": ["--objective=masked", "--corrupt_ratio=0.3"],
     "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=2"],
@@ -29,10 +30,10 @@ SHAPED = {
 
 @pytest.fixture(scope="module")
 def runs(tiny_data, tmp_path_factory) -> Path:
-    """The folder of a run for each objective, which evaluates the whole validation set at its end."""
+    """The folder of these runs, which evaluate the whole validation set at their end."""
     folder = tmp_path_factory.mktemp("evaluated")
     flags = [*TINY, "--max_iters=20", "--eval_interval=0", "--eval_iters=0", f"--dataset={tiny_data}"]
-    launch(1, train_runs, folder, [[*flags, *more, f"--out_dir={folder / name}"] for name, more in SHAPED.items()])
+    launch(1, train_runs, folder, [[*flags, *more, f"--out_dir={folder / name}"] for name, more in RUNS.items()])
     return folder
 
 
@@ -48,9 +49,14 @@ def figures(capsys):
     return call
 
 
-def model_of(where: Path):
-    path, model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(where)), torch.device("cpu"))
-    return model.double(), tokenizer
+def model_of(where: Path) -> Model:
+    return sample.load(sample.SampleConfig(out_dir=str(where)), torch.device("cpu"))[1].double()
+
+
+def write_data(folder: Path, tokenizer, ids: np.ndarray):
+    with ShardWriter(folder, tokenizer) as out:
+        for split in ("train", "val"):
+            out.add(split, ids)
 
 
 def tokens_of(folder: Path, split: str) -> torch.Tensor:
@@ -58,25 +64,29 @@ def tokens_of(folder: Path, split: str) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
-def total_nats(model: Model, ids: torch.Tensor, T: int) -> tuple[float, list[int]]:
-    """Sum of -log p, window after window, and the targets, each of which is predicted once."""
+@torch.no_grad()
+def total_nats(model: Model, ids: torch.Tensor, rest: bool = True) -> tuple[float, list[int]]:
+    """Sum of -log p over windows of 16, and the targets, each of which is predicted once; perhaps without the rest."""
+    whole = (len(ids) - 1) // 16 * 16
+    batches = [ids[: whole + 1].unfold(0, 17, 16)] if whole else []
+    if rest and whole < len(ids) - 1:
+        batches.append(ids[None, whole:])
     nats, targets = 0.0, []
-    with torch.no_grad():
-        for start in range(0, len(ids) - 1, T):
-            window = ids[start : start + T + 1]
-            nats += F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum").item()
-            targets += window[1:].tolist()
+    for batch in batches:
+        logits = model(batch[:, :-1]).flatten(0, 1)
+        nats += F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").item()
+        targets += batch[:, 1:].flatten().tolist()
     return nats, targets
 
 
-@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_data_set_has_the_loss_of_training(runs, figures, name):
     last = metrics(runs / name)[-1]
     found = figures(f"--out_dir={runs / name}")
     assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-6)
-    assert found["bits_per_byte"] == (pytest.approx(last["val_bpb"], rel=1e-6) if name == "causal" else None)
-    assert figures(f"--out_dir={runs / name}", "--split=train")["loss"] != found["loss"]
+    assert found["bits_per_byte"] == (last["val_bpb"] and pytest.approx(last["val_bpb"], rel=1e-6))
+    assert (last["val_bpb"] is None) == (name in ("masked", "seq2seq"))
 
 
 def test_a_data_set_has_the_loss_of_eval_only(run, figures, capsys):
@@ -93,34 +103,32 @@ def test_a_data_set_has_the_loss_of_eval_only(run, figures, capsys):
 
 
 @pytest.mark.parametrize("split", ["val", "train"])
-def test_a_data_set_equals_a_loop_in_float64(tiny_data, tmp_path, figures, run, split):
-    out = run("--n_layer=1", "--max_iters=3", "--lr_decay_iters=40")
-    model, tokenizer = model_of(out)
-    ids = tokens_of(tiny_data, split)
-    whole = ids[: (len(ids) - 1) // 16 * 16 + 1]  # windows that are complete
-    nats, targets = total_nats(model, whole, 16)
+def test_a_data_set_equals_a_loop_in_float64(tiny_data, figures, runs, split):
+    out = runs / "plain"
+    nats, targets = total_nats(model_of(out), tokens_of(tiny_data, split), rest=False)
     n_bytes = sum(t != 256 for t in targets)
     found = figures(f"--out_dir={out}", f"--split={split}", "--batch_size=5")
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
     assert (found["tokens"], found["bytes"]) == (len(targets), n_bytes)
-    assert found["model"] == str(out / "step_00000003") and found["data"].endswith(split)
+    assert found["model"] == str(out / "step_00000020") and found["data"].endswith(split)
 
 
-@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 32, 33, 34, 150])
-def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path, length):
+def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path):
     """Every token but the first is predicted once; the characters have one or two bytes."""
-    text = ("the café sat\r\n" * 20).encode()[:length]
-    text = text[:-1] + b"x" if text[-1] > 127 else text
-    (tmp_path / "text.txt").write_bytes(text)
-    model, tokenizer = model_of(runs / "causal")
-    nats, targets = total_nats(model, torch.tensor(list(text)), 16)
-    assert targets == list(text[1:])
-    for batch_size in (1, 3, 100):
-        found = figures(f"--out_dir={runs / 'causal'}", f"--file={tmp_path / 'text.txt'}", f"--batch_size={batch_size}")
-        assert found["loss"] == pytest.approx(nats / (length - 1), rel=1e-6)
-        assert found["bits_per_byte"] == pytest.approx(nats / (length - 1) / math.log(2), rel=1e-6)
-        assert (found["tokens"], found["bytes"]) == (length - 1, length - 1)
+    model = model_of(runs / "causal")
+    for length in (2, 16, 17, 18, 33, 34, 150):
+        text = ("the café sat\r\n" * 20).encode()[:length]
+        text = text[:-1] + b"x" if text[-1] > 127 else text
+        (tmp_path / "text.txt").write_bytes(text)
+        nats, targets = total_nats(model, torch.tensor(list(text)))
+        assert targets == list(text[1:])
+        for batch_size in (1, 3, 100):
+            flags = f"--file={tmp_path / 'text.txt'}", f"--batch_size={batch_size}"
+            found = figures(f"--out_dir={runs / 'causal'}", *flags)
+            assert found["loss"] == pytest.approx(nats / (length - 1), rel=1e-6)
+            assert found["bits_per_byte"] == pytest.approx(nats / (length - 1) / math.log(2), rel=1e-6)
+            assert (found["tokens"], found["bytes"]) == (length - 1, length - 1)
 
 
 def evaluations(all_flags: list[list[str]]):
@@ -174,8 +182,7 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     file, text = tmp_path / "ckpt.pt", tmp_path / "text.txt"
     model = nanogpt_file(file, dataset="mine")
     where = f"--out_dir=nanogpt:{file}"
-    ids = tokens_of(tiny_data, "val")
-    nats, targets = total_nats(model, ids[: (len(ids) - 1) // 16 * 16 + 1], 16)
+    nats, targets = total_nats(model, tokens_of(tiny_data, "val"), rest=False)
     found = figures(where, f"--dataset={tiny_data}")
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6) and found["model"] == str(file)
     text.write_text("the cat sat on a mat.")
@@ -184,13 +191,11 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
 
     (tmp_path / "mine").symlink_to(tiny_data)
     monkeypatch.setattr("engine.checkpoint.weights.DATA", tmp_path)
-    nats, targets = total_nats(model, torch.tensor(list(text.read_bytes())), 16)
+    nats, targets = total_nats(model, torch.tensor(list(text.read_bytes())))
     assert figures(where, f"--file={text}")["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     sample.main([where, "--device=cpu", "--max_new_tokens=3", "--start=the"])
     assert capsys.readouterr().out.startswith("the")
-    with ShardWriter(tmp_path / "chars", CharTokenizer("abc")) as writer:
-        for split in ("train", "val"):
-            writer.add(split, np.arange(3))
+    write_data(tmp_path / "chars", CharTokenizer("abc"), np.arange(3))
     nanogpt_file(file, dataset="chars")
     assert "data/chars has none of 257 ids" in refused(evaluate.main, ["--device=cpu", where, f"--file={text}"], capsys)
     nanogpt_file(file, dataset="../mine")
@@ -229,7 +234,7 @@ def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
     text = "the cat sat on a mat. été, dogs, " * 2
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     where, ids = f"--out_dir=hf:{folder}", tokenizer(text, return_tensors="pt").input_ids
-    nats, targets = total_nats(lambda idx: model(idx).logits, ids[0], 16)
+    nats, targets = total_nats(lambda idx: model(idx).logits, ids[0])
     found = figures(where, f"--file={tmp_path / 'text.txt'}")
     assert ids[0, 0] == 0 and targets == ids[0, 1:].tolist()
     assert (found["tokens"], found["bytes"]) == (len(targets), len(text.encode()))
@@ -278,55 +283,51 @@ def test_json_has_no_infinity(capsys):
 # ---- what cannot be
 
 
-@pytest.mark.parametrize(
-    "flags,fragments",
-    [
-        (["--dataset=nowhere"], ["no data set 'nowhere'"]),
-        (
-            ["--dataset=nowhere", "--file=x"],
-            ["dataset=nowhere (command line): used only with file='', and here file=x"],
-        ),
-        (["--file=x", "--eval_iters=3"], ["eval_iters=3", "file=x"]),
-        (["--file=x", "--split=train"], ["split=train", "file=x"]),
-        (["--file=."], ["file=.", "Not a regular file"]),
-        (["--file=one.txt"], ["file=one.txt has 1 tokens"]),
-        (["--file=latin1.txt"], ["file=latin1.txt", "not UTF-8"]),
-        (["--block_size=17"], ["block_size=17", "16"]),
-        (["--batch_size=2e9"], ["batch_size=2000000000", "make it smaller"]),
-        (["--dtype=float16"], ["float16", "float32"]),
-        (["--out_dir=hf", "--answers=x"], ["no directory hf"]),
-        (["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
-        (["--dataset=chars", "--out_dir=MASKED"], ["chars has another tokenizer than the model", "prepare the data"]),
-        (["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
-    ],
-    ids=lambda x: " ".join(x),
-)
-def test_what_cannot_be_evaluated(runs, capsys, tmp_path, monkeypatch, flags, fragments):
-    monkeypatch.chdir(tmp_path)
-    for name, content in {"one": b"a", "latin1": b"\xe9t\xe9"}.items():
-        Path(f"{name}.txt").write_bytes(content)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Texts, and data sets of 20 and 300 characters, and of bytes by a tokenizer that is not known."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, content in {"one": b"a", "latin1": b"\xe9t\xe9", "text": b"the cat"}.items():
+        (folder / f"{name}.txt").write_bytes(content)
     for name, chars in {"chars": 20, "large": 300}.items():
         text = "".join(chr(1000 + i) for i in range(chars)) * 2
-        with ShardWriter(tmp_path / name, CharTokenizer(text)) as out:
-            for split in ("train", "val"):
-                out.add(split, CharTokenizer(text).encode(text))
-    flags = [flag.replace("MASKED", str(runs / "masked")) for flag in flags]
-    line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'causal'}", *flags], capsys)
+        write_data(folder / name, CharTokenizer(text), CharTokenizer(text).encode(text))
+    write_data(folder / "bytes", ByteTokenizer(), np.arange(100))
+    (folder / "bytes" / "meta.json").write_text('{"vocab_size": 257}')
+    return folder
+
+
+REFUSED = [  # run, flags, and what the line must name
+    ("causal", ["--dataset=nowhere"], ["no data set 'nowhere'"]),
+    ("causal", ["--dataset=nowhere", "--file=x"], ["dataset=nowhere (command line): used only with file=''", "file=x"]),
+    ("causal", ["--file=x", "--eval_iters=3"], ["eval_iters=3", "file=x"]),
+    ("causal", ["--file=x", "--split=train"], ["split=train", "file=x"]),
+    ("causal", ["--file=."], ["file=.", "Not a regular file"]),
+    ("causal", ["--file=one.txt"], ["file=one.txt has 1 tokens"]),
+    ("causal", ["--file=latin1.txt"], ["file=latin1.txt", "not UTF-8"]),
+    ("masked", ["--file=text.txt"], ["objective=causal"]),
+    ("causal", ["--block_size=17"], ["block_size=17", "16"]),
+    ("causal", ["--batch_size=2e9"], ["batch_size=2000000000", "make it smaller"]),
+    ("causal", ["--dtype=float16"], ["float16", "float32"]),
+    ("causal", ["--out_dir=hf", "--answers=x"], ["no directory hf"]),
+    ("causal", ["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
+    ("masked", ["--dataset=chars"], ["chars has another tokenizer than the model", "prepare the data"]),
+    ("causal", ["--dataset=large"], ["300", "vocab_size=257", "the tokenizer of the model"]),
+]
+
+
+@pytest.mark.parametrize("name,flags,fragments", REFUSED, ids=lambda x: " ".join(x))
+def test_what_cannot_be_evaluated(runs, files, capsys, monkeypatch, name, flags, fragments):
+    monkeypatch.chdir(files)
+    line = refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / name}", *flags], capsys)
     assert all(fragment in line for fragment in fragments), line
 
 
-def test_a_text_needs_a_causal_model_and_a_tokenizer(runs, capsys, tmp_path, run):
-    (tmp_path / "text.txt").write_text("the cat")
-    file = f"--file={tmp_path / 'text.txt'}"
-    assert "objective=causal" in refused(evaluate.main, ["--device=cpu", f"--out_dir={runs / 'masked'}", file], capsys)
-    with ShardWriter(tmp_path / "bytes", ByteTokenizer()) as out:
-        for split in ("train", "val"):
-            out.add(split, np.arange(100))
-    meta = json.loads((tmp_path / "bytes" / "meta.json").read_text())
-    (tmp_path / "bytes" / "meta.json").write_text(json.dumps({"vocab_size": meta["vocab_size"]}))
-    out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'bytes'}")
-    assert "without a tokenizer" in refused(evaluate.main, ["--device=cpu", f"--out_dir={out}", file], capsys)
-    evaluate.main([f"--out_dir={out}", "--device=cpu"])
+def test_a_text_needs_a_tokenizer(files, capsys, run):
+    out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={files / 'bytes'}")
+    flags = [f"--out_dir={out}", "--device=cpu"]
+    assert "without a tokenizer" in refused(evaluate.main, [*flags, f"--file={files / 'text.txt'}"], capsys)
+    evaluate.main(flags)
     out, err = capsys.readouterr()
     assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
 
