@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
@@ -30,7 +31,7 @@ from model import Block, Model, ModelConfig, Stack
 ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
 SIZES = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
-SHORT = ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
+SHORT = ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--warmup_iters=1", "--lr_decay_iters=8"]
 COMPILING, FAILS = "compiling for this CPU", "warning: torch.compile does not work here"
 
 
@@ -62,7 +63,7 @@ def test_auto_compiles_on_gpus(monkeypatch, works, flag, kind):
     assert cfg.compile is (compiled if flag == "auto" else flag)
 
 
-def test_a_resume_keeps_the_compilation(run, tiny_data, tmp_path, monkeypatch, capsys):
+def test_a_resume_keeps_the_compilation(tiny_data, tmp_path, monkeypatch, capsys, in_this_process):
     """Unless a flag replaces it; on a CPU, an evaluation alone is compiled only by a flag of its own."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(compilation, "try_compiler", lambda device: None)
@@ -71,16 +72,15 @@ def test_a_resume_keeps_the_compilation(run, tiny_data, tmp_path, monkeypatch, c
         train_main([*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags])
         return capsys.readouterr().out
 
-    said = go("--compile=True").splitlines()
+    first, second, *_ = go("--compile=True").splitlines()
     assert state_of(tmp_path / "out")["flags"]["compile"] is True
-    assert said[0].startswith(COMPILING) and os.environ[compilation.FOLDER] in said[0] and ", compiled;" in said[1]
-    assert ", compiled;" in go("--init_from=resume", "--max_iters=5")
+    assert first.startswith(COMPILING) and os.environ[compilation.FOLDER] in first and ", compiled;" in second
+    assert ", compiled;" in go("--init_from=resume", "--max_iters=3")
     assert COMPILING not in go("--init_from=resume", "--eval_only=True")
-    said = go("--init_from=resume", "--max_iters=6", "--compile=auto")
-    assert (
-        COMPILING not in said and ", compiled" not in said and state_of(tmp_path / "out")["flags"]["compile"] is False
-    )
-    assert ", compiled" not in go("--init_from=resume", "--max_iters=7")
+    said = go("--init_from=resume", "--max_iters=4", "--compile=auto")
+    assert COMPILING not in said and ", compiled" not in said
+    assert state_of(tmp_path / "out")["flags"]["compile"] is False
+    assert ", compiled" not in go("--init_from=resume", "--max_iters=5")
 
 
 def settle_on_two_ranks():
@@ -102,11 +102,8 @@ def test_all_ranks_do_the_same(tmp_path):
     launch(2, settle_on_two_ranks, tmp_path)
     first, other = ((tmp_path / f"rank {rank}").read_text() for rank in range(2))
     for text in (first, other):
-        assert [line[9:] for line in text.splitlines() if line.startswith("settled: ")] == [
-            "11 True",
-            "10 False",
-            "01 False",
-        ]
+        settled = [line[9:] for line in text.splitlines() if line.startswith("settled: ")]
+        assert settled == ["11 True", "10 False", "01 False"]
     assert first.count(COMPILING) == 3 and first.count(FAILS) == 2 and "no compiler on rank 1" in first
     assert COMPILING not in other and FAILS not in other
 
@@ -117,12 +114,12 @@ def test_all_ranks_do_the_same(tmp_path):
 
 def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, monkeypatch, capsys):
     """It says so in a line and has the losses of compile=False. Where compile=True was a flag, it stays the flag."""
-    eager = steps_of(run(*SHORT, "--max_iters=5", out="eager"))
+    eager = steps_of(run(*SHORT, "--max_iters=3", out="eager"))
     capsys.readouterr()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ["/no/such/compiler"])
     flags = [*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
     train_main([*flags, "--compile=True"])
-    train_main([*flags, "--init_from=resume", "--max_iters=5"])
+    train_main([*flags, "--init_from=resume", "--max_iters=3"])
     train_main([*flags, "--init_from=resume", "--eval_only=True"])  # which a stored flag does not compile
     out, err = capsys.readouterr()
     warnings = [line for line in out.splitlines() if line.startswith(FAILS)]
@@ -135,9 +132,7 @@ def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, monk
 
 def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
     """Of the many lines of an error, and of an error without a line its class."""
-    output = (
-        "CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:3: fatal error: Python.h: No\n"
-    )
+    output = "CppCompileError: C++ error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:3: fatal error: Python.h: No\n"
     for error, cause in (
         (RuntimeError(output), "x.cpp:3: fatal error: Python.h: No"),
         (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
@@ -184,85 +179,74 @@ def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, caps
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("how", ["none", "selective"])
-def test_layers_of_experts_share_a_graph(how):
-    """Also where the grouped kernel and recomputation meet; loss and gradients are as uncompiled."""
-    graphs, found = [], []
-    sizes = dict(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=29, pos="rope", norm="rmsnorm")
-    cfg = ModelConfig(**sizes, n_expert=4, router_balance="none")
-    idx = torch.randint(29, (2, 16), generator=torch.Generator().manual_seed(0))
-    for compiled in (False, True):
-        model = Model(cfg, seed=1)
-        for block in model.blocks if how != "none" else ():
-            recompute(block, how)
-        if compiled:
-            torch._dynamo.reset()
-            with pytest.MonkeyPatch.context() as patch:
-                backend = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
-                patch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=backend))
-                compilation.compile_model(model, [*model.blocks])
-            model.chunk_loss = ops.chunk_loss
-        for _ in range(2):
-            model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(idx, idx)
-            loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert len(graphs) == 1
-    for ours, expected in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.02)
-    torch._dynamo.reset()
-
-
-SINGLE = ["standard", "simplified_parallel", "superblock", "superblock, joint pool"]
-
-
-@pytest.mark.parametrize("kind, block", [(Block, "standard"), *((Stack, block) for block in SINGLE)])
-def test_a_stack_can_be_one_graph(kind, block, monkeypatch):
-    """As on a single GPU. The encoder has a graph of its own, and the source may be of another length. Loss and
-    gradients are as uncompiled."""
-    model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"], "--n_encoder_layer=1"]), seed=1)
-    idx = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(0))
-    batch = {"idx": idx, "targets": idx, "source": idx[:, :16]}
-    found, graphs = [], []
+@contextmanager
+def noting_graphs():
+    """A list of the graphs that are made meanwhile, and then run as they are, which is quick to make."""
+    graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
-    for compiled in (False, True):
-        if compiled:
-            torch._dynamo.reset()
-            compilation.compile_model(model, [part for part in model.modules() if isinstance(part, kind)])
-            model.chunk_loss = ops.chunk_loss
-        model.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
     torch._dynamo.reset()
-    for ours, expected in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(ours, expected)
-    assert len(graphs) == (2 if kind is Stack else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        patch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=backend))
+        yield graphs
+    torch._dynamo.reset()
+
+
+def results(model: Model, parts: list[torch.nn.Module], batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Loss and gradients, with these parts compiled."""
+    if parts:
+        compilation.compile_model(model, parts)
+        model.chunk_loss = ops.chunk_loss
+    model.zero_grad()
+    loss = model(**batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_layers_of_experts_share_a_graph(how):
+    """Also where the grouped kernel and recomputation meet; loss and gradients are as uncompiled."""
+    sizes = dict(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=29, pos="rope", norm="rmsnorm")
+    model = Model(ModelConfig(**sizes, n_expert=4, router_balance="none"), seed=1)
+    idx = torch.randint(29, (2, 16), generator=torch.Generator().manual_seed(0))
+    for block in model.blocks if how != "none" else ():
+        recompute(block, how)
+    with noting_graphs() as graphs, torch.autocast("cpu", torch.bfloat16):
+        expected, *found = (results(model, parts, {"idx": idx, "targets": idx}) for parts in ([], [*model.blocks], []))
+    assert len(graphs) == 1
+    for ours in found:  # the second of which finds the graphs
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind, block", [(Block, "standard"), (Stack, "standard"), (Stack, "superblock, joint pool")])
+def test_a_stack_can_be_one_graph(kind, block):
+    """As on a single GPU. The encoder has a graph of its own, and the source may be of another length. Loss and
+    gradients are as uncompiled."""
+    model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"], "--n_encoder_layer=1"]), seed=1)
+    idx = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(0))
+    batch = {"idx": idx, "targets": idx, "source": idx[:, :16]}
+    with noting_graphs() as graphs:
+        expected = results(model, [], batch)
+        ours = results(model, [part for part in model.modules() if isinstance(part, kind)], batch)
+    torch.testing.assert_close(ours, expected)
+    assert len(graphs) == 2  # of both kinds of blocks, or of both stacks
 
 
 def graphs_under_ddp():
     """Each block has two buckets of DDP."""
     cfg = parse(Config, [*TINY, "--n_embd=256", "--vocab_size=11"])
-    ranks, sizes = replace(parallel.join(cfg), compile=True), []
-
-    def backend(graph, inputs):
-        sizes.append(len(graph.graph.nodes))
-        return graph
-
-    torch.compile = partial(torch.compile, backend=backend)
-    sharded = ShardedModel(cfg, ranks)
-    sharded.init_weights(1)
+    ranks = replace(parallel.join(cfg), compile=True)
     idx = torch.zeros(4, 16, dtype=torch.int64)
-    assert isinstance(sharded.forward_model, torch.nn.parallel.DistributedDataParallel)
-    sharded.backward(iter([{"idx": idx, "targets": idx}]), 1, torch.amp.GradScaler("cpu", enabled=False))
-    print("graphs:", len(sizes))
+    with noting_graphs() as graphs:
+        sharded = ShardedModel(cfg, ranks)
+        sharded.init_weights(1)
+        assert isinstance(sharded.forward_model, torch.nn.parallel.DistributedDataParallel)
+        sharded.backward(iter([{"idx": idx, "targets": idx}]), 1, torch.amp.GradScaler("cpu", enabled=False))
+    print("graphs:", len(graphs))
 
 
 def test_ddp_does_not_cut_a_block(tmp_path):
@@ -329,20 +313,17 @@ def test_a_folder_of_others_is_refused(cache, monkeypatch, capsys, depth):
 def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):
     """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
     folder = private_folder()
-    for path, at, replacement, cause in (
-        (folder, (os, "access"), lambda *_: False, f"{folder} cannot be written"),
-        (
-            tmp_path / "none",
-            (Path, "mkdir"),
-            raising(OSError(30, "Read-only file system", "x")),
-            "Read-only file system",
-        ),
-        (folder / "file", (Path, "exists"), raising(PermissionError(13, "Permission denied")), "Permission denied"),
-        ("", (Path, "home"), raising(RuntimeError("Could not determine home directory.")), "Could not determine home"),
+    read_only = raising(OSError(30, "Read-only file system", "x"))
+    denied = raising(PermissionError(13, "Permission denied"))
+    homeless = raising(RuntimeError("Could not determine home directory."))
+    for caches, at, replacement, cause in (
+        (os.environ["XDG_CACHE_HOME"], (os, "access"), lambda *_: False, f"{folder} cannot be written"),
+        (tmp_path / "none", (Path, "mkdir"), read_only, "Read-only file system"),
+        (folder / "file", (Path, "exists"), denied, "Permission denied"),
+        ("", (Path, "home"), homeless, "Could not determine home"),
     ):
         with monkeypatch.context() as patch:
-            if path != folder:
-                patch.setenv("XDG_CACHE_HOME", str(path))
+            patch.setenv("XDG_CACHE_HOME", str(caches))
             patch.setattr(*at, replacement)
             assert cause in fresh_folder(capsys)
 

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
+import oracle
 import pytest
 import torch
 import torch.nn as nn
@@ -26,24 +27,10 @@ from engine.parallel.tensor import sharded_dim
 from model import Linear, Model, ModelConfig
 
 
-def config(**flags):
-    defaults = {
-        "optimizer": "adamw",
-        "learning_rate": 1e-3,
-        "muon_lr": 0.02,
-        "muon_momentum": 0.95,
-        "weight_decay": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "schedule": "cosine",
-        "warmup_iters": 10,
-        "max_iters": 110,
-        "lr_decay_iters": 0,
-        "min_lr": 1e-4,
-        "cooldown_iters": 0,
-        "ema_decay": 0.0,
-    }
-    return SimpleNamespace(**defaults | flags)
+def config(**flags) -> SimpleNamespace:
+    """Flags that may be such as no run has."""
+    usual = dict(learning_rate=1e-3, min_lr=1e-4, warmup_iters=10, max_iters=110)
+    return SimpleNamespace(**vars(Config()) | usual | flags)
 
 
 class Block(nn.Module):
@@ -111,21 +98,18 @@ def test_schedules_at_key_points(flags, rates):
 
 
 def test_adamw_is_the_paper():
-    """Algorithm 2 of arXiv:1711.05101 in float64, five steps, on a decayed matrix and a vector that is not."""
+    """As the oracle has it, in float64, on a decayed matrix and a vector that is not."""
     model = nn.Linear(3, 4, dtype=torch.float64)
-    reference = {p: p.detach().clone() for p in model.parameters()}
-    m, v = ({p: torch.zeros_like(p) for p in reference} for _ in range(2))
-    optimizer = build(model, config())
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours, reference = build(model, config()), oracle.Optimizer(config(), weights)
     for t in range(1, 6):
-        optimizer.set_lr(lr := 1e-2 / t)
-        for p, w in reference.items():
-            p.grad = g = torch.randn_like(p)
-            m[p], v[p] = 0.9 * m[p] + 0.1 * g, 0.95 * v[p] + 0.05 * g**2
-            w *= 1 - lr * (0.1 if p is model.weight else 0)
-            w -= lr * (m[p] / (1 - 0.9**t)) / ((v[p] / (1 - 0.95**t)).sqrt() + 1e-8)
-        optimizer.step()
-    for p, w in reference.items():
-        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        ours.set_lr(1e-2 / t)
+        ours.step()
+        reference.step(weights, {name: p.grad for name, p in model.named_parameters()}, 1e-2 / t)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), weights[name], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
@@ -154,15 +138,6 @@ def test_every_optimizer_of_the_flag_is_in_the_table():
 # Muon
 
 
-def newton_schulz(g):
-    """The reference: one matrix at a time, as in the post."""
-    x = g / g.norm()
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
-    return x
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 64, 16), (2, 16, 64), (1, 24, 96)])
 def test_orthogonalize(shape, dtype):
@@ -172,49 +147,44 @@ def test_orthogonalize(shape, dtype):
     y = orthogonalize(x, dtype)
     assert y.dtype == dtype
     assert orthogonalize(torch.zeros(shape), dtype).abs().max() == 0
-    expected = torch.stack([newton_schulz(m) for m in x.double()])
+    expected = torch.stack([oracle.newton_schulz(m) for m in x.double()])
     if dtype == torch.bfloat16:
-        return assert_rounds_alike(y, torch.stack([newton_schulz(m) for m in x.to(dtype)]), expected, "U V^T")
-    rounding = 1e-5
+        plain = torch.stack([oracle.newton_schulz(m) for m in x.to(dtype)])
+        return assert_rounds_alike(y, plain, expected, "U V^T")
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
     s = torch.linalg.svdvals(y.double())
-    assert s.min() > 0.65 - rounding and s.max() < 1.25 + rounding
-    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)  # y has the same vectors: U^T Y V is diagonal
+    assert s.min() > 0.65 - 1e-5 and s.max() < 1.25 + 1e-5
+    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)  # y has the same vectors: U^T Y V is diagonal
     core = u.mT @ y.double() @ vh.mT
-    torch.testing.assert_close(core, torch.diag_embed(core.diagonal(dim1=1, dim2=2)), atol=rounding, rtol=0)
-    torch.testing.assert_close(y.double(), expected, atol=rounding, rtol=1e-4)
+    torch.testing.assert_close(core, torch.diag_embed(core.diagonal(dim1=1, dim2=2)), atol=1e-5, rtol=0)
 
 
-def split(w, fused):
+def split(w: torch.Tensor, fused) -> list[torch.Tensor]:
     """Logical matrices by index arithmetic."""
+    if fused is None:
+        return [w]
     dim, groups, sizes = fused
-    starts = [sum(sizes[:n]) for n in range(len(sizes))]
-    index = [
-        [g * sum(sizes) + start + i for g in range(groups) for i in range(size)]
-        for start, size in zip(starts, sizes, strict=True)
-    ]
-    return [w.index_select(dim, torch.tensor(i)) for i in index]
+    firsts = [torch.arange(groups) * sum(sizes) + sum(sizes[:n]) for n in range(len(sizes))]
+    rows = [(first[:, None] + torch.arange(size)).flatten() for first, size in zip(firsts, sizes, strict=True)]
+    return [w.index_select(dim, index) for index in rows]
 
 
-FUSED = [None, (0, 2, (4, 2, 2)), (0, 1, (12, 2, 2)), (0, 4, (4,)), (1, 3, (2, 4, 2))]
-
-
-@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("fused", [None, (0, 2, (4, 2, 2)), (0, 1, (12, 2, 2)), (0, 4, (4,)), (1, 3, (2, 4, 2))])
 def test_muon_equals_separate_matrices(fused):
     """Three steps on a weight, fused and batched with others, against one Muon of the post per logical matrix."""
     torch.manual_seed(1)
     weight, other = nn.Parameter(torch.randn(16, 24)), nn.Parameter(torch.randn(16, 24))
     muon = Muon({weight: fused, other: None}, lr=0.02, momentum=0.95, weight_decay=0.1)
-    layout = fused or (0, 1, (16,))
-    ours = [w.clone() for w in split(weight.detach(), layout)]
+    ours = [w.clone() for w in split(weight.detach(), fused)]
     momentum = [torch.zeros_like(w) for w in ours]
     for _ in range(3):
         weight.grad, other.grad = torch.randn(16, 24), torch.randn(16, 24)
-        for w, b, g in zip(ours, momentum, split(weight.grad, layout), strict=True):
+        for w, b, g in zip(ours, momentum, split(weight.grad, fused), strict=True):
             b.mul_(0.95).add_(0.05 * g)
-            update = newton_schulz((0.05 * g + 0.95 * b).double()).float()
+            update = oracle.newton_schulz((0.05 * g + 0.95 * b).double()).float()
             w.mul_(1 - 0.02 * 0.1).sub_(0.02 * max(1, w.size(0) / w.size(1)) ** 0.5 * update)
         muon.step()
-    for new, expected in zip(split(weight.detach(), layout), ours, strict=True):
+    for new, expected in zip(split(weight.detach(), fused), ours, strict=True):
         torch.testing.assert_close(new, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -356,7 +326,7 @@ def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
     for update, gradient in zip(matrices(before - weight.detach()), matrices(weight.grad), strict=True):
         update, gradient = (x.flatten(0, -2) for x in (update, gradient))
         scale = max(1, update.size(0) / update.size(1)) ** 0.5
-        torch.testing.assert_close(update, scale * newton_schulz(gradient), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(update, scale * oracle.newton_schulz(gradient), atol=1e-4, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
