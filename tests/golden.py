@@ -27,7 +27,7 @@ from data.writer import ShardWriter  # noqa: E402
 
 SHAPE = [
     "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
-    "--max_iters=20", "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float64",
+    "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float64",
     "--compile=False", "--learning_rate=3e-3", "--always_save_checkpoint=False",
 ]  # fmt: skip
 
@@ -41,10 +41,11 @@ def prepare(folder: Path):
             out.add("val" if i % 8 == 7 else "train", np.append(tokenizer.encode(text), tokenizer.eot))
 
 
-def figures(data: Path, out_dir: Path, name: str) -> dict[str, list[float]]:
-    """Losses and gradient norms of the steps of a family, and its evaluations' losses."""
+def figures(data: Path, out_dir: Path, name: str, steps: int = 20) -> dict[str, list[float]]:
+    """Losses and gradient norms of the first steps of a family's 20, and its evaluations' losses."""
     with mock.patch.object(train.Run, "save"):  # a checkpoint takes as long as the steps
-        train_main([*SHAPE, *FAMILIES[name], f"--dataset={data}", f"--out_dir={out_dir}"])
+        where = [f"--dataset={data}", f"--out_dir={out_dir}"]
+        train_main([*SHAPE, *FAMILIES[name], *where, f"--max_iters={steps}", "--lr_decay_iters=20"])
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     keys = ("loss", "grad_norm", "train_loss", "val_loss")
     return {key: [line[key] for line in lines if key in line] for key in keys}

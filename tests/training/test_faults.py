@@ -1,8 +1,8 @@
 """Workers of torchrun that are killed come back, from the last checkpoint; one that fails ends them all."""
 
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +13,21 @@ import pytest
 import torch.distributed as dist
 from helpers import IN_FLOAT64, ROOT, TINY, distance, losses, refused
 from ranks import launch, torchrun, train_until
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+import model
 from engine.parallel import connection
 
 
 def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
     """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
-    flags = ["--max_iters=30", "--eval_interval=15", "--save_interval=5", IN_FLOAT64]
+    flags = ["--max_iters=12", "--eval_interval=6", "--save_interval=3", IN_FLOAT64]
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
-    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until, 12, signal.SIGKILL, [*common, *flags])
+    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until, 8, signal.SIGKILL, [*common, *flags])
     said = (tmp_path / "rank 0").read_text()
     assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
     undisturbed = losses(run(*flags, out="whole"))
-    assert len(undisturbed) == 33 and distance(losses(tmp_path / "out"), undisturbed) < 1e-9
+    assert len(undisturbed) == 15 and distance(losses(tmp_path / "out"), undisturbed) < 1e-9
 
 
 def test_a_start_goes_on_only_with_its_own_run(run, tmp_path, monkeypatch, capsys):
@@ -65,40 +67,37 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
         connection.fresh_store(0, 3, timedelta(seconds=1))
 
 
-FAILING = """
-import os, runpy, sys
-sys.path.insert(0, "ROOT")
-import model
-forward, seen = model.Model.forward, 0
+def train_and_fail(flags: list[str]):
+    """train.py as a program, whose second rank raises an error in its fifth forward pass of training."""
+    forward, seen = model.Model.forward, []
 
-def fail_in_the_fifth(self, *args, **kwargs):
-    global seen
-    seen += self.training
-    if seen == 5 and os.environ["RANK"] == "1":
-        raise RuntimeError("planted failure")
-    return forward(self, *args, **kwargs)
+    def fail_in_the_fifth(self, *args, **kwargs):
+        seen.append(self.training)
+        if sum(seen) == 5 and os.environ["RANK"] == "1":
+            raise RuntimeError("planted failure")
+        return forward(self, *args, **kwargs)
 
-model.Model.forward = fail_in_the_fifth
-runpy.run_path("train.py", run_name="__main__")
-"""
+    model.Model.forward = fail_in_the_fifth
+    sys.argv = ["train.py", *flags]
+    try:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    except RuntimeError:
+        sys.excepthook(*sys.exc_info())  # as in a process of its own
+        sys.exit(1)
+
+
+def torchrun_train_and_fail(flags: list[str]):
+    with pytest.raises(ChildFailedError) as failed:
+        torchrun(train_and_fail, flags)
+    print(failed.value)  # torchrun's table
 
 
 def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_and_last(tiny_data, tmp_path):
-    (tmp_path / "failing.py").write_text(FAILING.replace("ROOT", str(ROOT)))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "failing.py"]
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, *flags, "--save_interval=1"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    try:
-        said, _, rest = process.communicate(timeout=500)[0].partition("RuntimeError: planted failure")
-    finally:
-        process.terminate()  # which torchrun passes on to its workers
+    launch(1, torchrun_train_and_fail, tmp_path, [*flags, "--save_interval=1"])
+    said, _, rest = (tmp_path / "rank 0").read_text().partition("RuntimeError: planted failure")
     assert "SIGKILL" not in rest and "forcefully" not in rest  # which torchrun sends after 30 s
-    assert process.returncode == 1
     tracebacks = [line for line in said.splitlines() if "Traceback" in line]
-    assert len(tracebacks) == 1 and "rank1" in tracebacks[0]
+    assert len(tracebacks) == 1 and "rank1" in tracebacks[0], said
     # In torchrun's table too. Its root cause is the lower rank where both end within the same second.
     assert "planted failure" in rest.partition(" FAILED\n")[2]

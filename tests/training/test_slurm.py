@@ -35,7 +35,7 @@ def job(tmp_path):
     def call(*flags: str, code: int = 0) -> subprocess.Popen:
         log.unlink(missing_ok=True)
         work = "exit" if code else "while true; do sleep 0.1; done"
-        python = PYTHON.format(python=sys.executable, code=code, work=work)
+        python = PYTHON.format(python="echo" if code else sys.executable, code=code, work=work)
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", python)):
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
