@@ -12,13 +12,12 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 from faults import FAULTS
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-WORKERS = 2  # each has a copy of its own
+WORKERS = 2
 
 
 def copy(folder: Path):
@@ -34,7 +33,7 @@ def copy(folder: Path):
 
 
 def test(folder: Path, tests: str) -> tuple[bool, str]:
-    """Whether the tests, pytest's arguments in one string, are green in the copy; and what they print.
+    """Whether the tests, pytest's arguments in one string, are green in the folder; and what they print.
 
     RuntimeError if pytest cannot run them, subprocess.TimeoutExpired after half an hour: neither tells of a fault.
     """
@@ -45,38 +44,26 @@ def test(folder: Path, tests: str) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout
 
 
-def plant(folder: Path, number: int) -> tuple[bool, str]:
-    """Whether fault `number` survives its tests in the copy, and what they print."""
+def plant(number: int) -> tuple[bool, str]:
+    """Whether this fault survives its tests in a copy of the project, and what they print."""
     file, old, new, _, tests = FAULTS[number]
-    text = (folder / file).read_text()
-    assert text.count(old) == 1, f"{file} holds {text.count(old)} times\n{old}"
-    (folder / file).write_text(text.replace(old, new))
-    try:
-        return test(folder, tests)
-    finally:
-        (folder / file).write_text(text)
+    with tempfile.TemporaryDirectory() as folder:
+        copy(Path(folder))
+        text = Path(folder, file).read_text()
+        assert text.count(old) == 1, f"{file} holds {text.count(old)} times\n{old}"
+        Path(folder, file).write_text(text.replace(old, new))
+        return test(Path(folder), tests)
 
 
 def main():
     numbers = [int(arg) for arg in sys.argv[1:]] or range(len(FAULTS))
-    copies: SimpleQueue[Path] = SimpleQueue()
-
-    def work(number: int) -> tuple[bool, str]:
-        folder = copies.get()
-        try:
-            return plant(folder, number)
-        finally:
-            copies.put(folder)
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as threads:
-        for worker in range(WORKERS):
-            copy(Path(folder) / str(worker))
-            copies.put(Path(folder) / str(worker))
-        green, said = test(Path(folder) / "0", " ".join(sorted({FAULTS[number][-1] for number in numbers})))
-        if not green:
-            sys.exit(f"error: without any fault a test is red already\n{said}")
-        survivors = []
-        for number, (survives, said) in zip(numbers, tqdm(threads.map(work, numbers), total=len(numbers)), strict=True):
+    green, said = test(ROOT, " ".join(sorted({FAULTS[number][-1] for number in numbers})))
+    if not green:
+        sys.exit(f"error: without any fault a test is red already\n{said}")
+    survivors = []
+    with ThreadPoolExecutor(WORKERS) as threads:
+        results = tqdm(threads.map(plant, numbers), total=len(numbers))
+        for number, (survives, said) in zip(numbers, results, strict=True):
             file, _, _, what, tests = FAULTS[number]
             if sys.argv[1:]:
                 print(f"--- {number} {file}: {what}\n{said}")

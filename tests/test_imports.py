@@ -12,15 +12,7 @@ from helpers import ROOT
 FILES = [*ROOT.glob("*.py"), *(path for top in ("data", "engine", "tools") for path in ROOT.glob(f"{top}/**/*.py"))]
 MODULE = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
 COMMANDS = {name for name, path in MODULE.items() if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")}
-LEVEL = {
-    "ops": 0,
-    "flags": 0,
-    "model": 1,
-    "data": 1,
-    "configurator": 2,
-    "engine": 3,
-    "tools": 4,
-}  # train, sample and evaluate: 5
+LEVEL = {"ops": 0, "flags": 0, "model": 1, "data": 1, "configurator": 2, "engine": 3, "tools": 4}  # commands: 5
 
 
 @cache
@@ -46,11 +38,8 @@ def test_a_module_imports_nothing_from_above(name):
     assert not ours & COMMANDS, "what two commands need belongs in a module that is none"
     assert "model" not in ours or not name.startswith("data.")
     if level(name) < 2 and not name.startswith("data."):
-        assert {other.partition(".")[0] for other in imports(name)} <= {
-            "torch",
-            "ops",
-            "flags",
-        } | sys.stdlib_module_names
+        known = {"torch", "ops", "flags"} | sys.stdlib_module_names
+        assert {other.partition(".")[0] for other in imports(name)} <= known
 
 
 def test_no_modules_import_each_other_in_a_circle():

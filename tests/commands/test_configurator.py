@@ -338,13 +338,6 @@ def test_any_text_and_number_reads_back_equal(tmp_path, flags):
     assert parse(Sampling, [str(tmp_path / "config.py")]) == flags
 
 
-def test_record_has_sections_docs_and_unused_flags_as_comments(tmp_path):
-    dump(parse(Config, ["--n_layer=3"]), tmp_path / "config.py")
-    text = (tmp_path / "config.py").read_text()
-    assert "# --- optimizer\n" in text and "n_layer = 3  # [>0] [<=4096] number of blocks\n" in text
-    assert re.findall(r"^(?:# )?muon_lr.*\]", text, re.M) == ["# muon_lr = 0.02  # [optimizer=muon]"]
-
-
 def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     flags = ["--pos=rope", "--rope_theta=5000", "--n_layer=3", "--max_iters=9", "--warmup_iters=0"]
     stored = asdict(parse(Config, flags))
@@ -404,8 +397,6 @@ def test_help_names_every_flag(capsys):
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name
         assert re.search(rf"^  --{field.name}=\S* +[^:]+: \S", text, re.M), f"{field.name} has no doc"
-    assert re.search(r"^  --optimizer=adamw +adamw \| muon: ", text, re.M)
-    assert re.search(r"^  --compile=auto +True \| False \| auto: ", text, re.M)
 
 
 def test_help_reads_comments_of_the_source(capsys):

@@ -25,16 +25,6 @@ from sample import SampleConfig, choose
 P = [0.5, 0.25, 0.15, 0.07, 0.03]
 
 
-def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
-    """Frequencies of n samples from P, with shuffled token ids."""
-    place = torch.tensor([3, 0, 4, 1, 2])
-    logits = torch.empty(5).scatter(0, place, torch.tensor(P).log())
-    generator = torch.Generator().manual_seed(seed)
-    cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
-    tokens = choose(logits.expand(n, 5), cfg, generator)
-    return torch.bincount(tokens, minlength=5)[place] / n
-
-
 @pytest.mark.parametrize(
     "flags,kept",
     [
@@ -54,9 +44,14 @@ def drawn(seed=0, n=4000, **flags) -> torch.Tensor:
     ids=str,
 )
 def test_choose(flags, kept):
-    expected = torch.tensor([float(p) for p in kept] + [0.0] * (5 - len(kept)))
+    """The distribution, whose token ids are shuffled, and the frequencies of what is drawn from it."""
+    cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
+    expected = torch.tensor([*kept, *[0.0] * (5 - len(kept))])
     expected = expected / expected.sum()
-    got = drawn(**flags)
+    place = torch.tensor([3, 0, 4, 1, 2])
+    logits = torch.empty(5).scatter(0, place, torch.tensor(P).log()).expand(4000, 5)
+    tokens = choose(logits, cfg, torch.Generator().manual_seed(0))
+    got = torch.bincount(tokens, minlength=5)[place] / 4000
     assert ((got > 0) == (expected > 0)).all()
     assert torch.allclose(got, expected, atol=0.03)
 
