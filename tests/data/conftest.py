@@ -1,6 +1,10 @@
-import pytest
+import signal
+import sys
 
-from data import corpus
+import pytest
+from preparing import load
+
+from data import command, corpus
 
 
 @pytest.fixture
@@ -8,3 +12,19 @@ def small(monkeypatch):
     """Makes jobs so small that a few documents need many of them."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 60)
     monkeypatch.setattr(corpus, "JOB_DOCUMENTS", 3)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """call("text", *flags): the command in this process; returns (exit code, stdout, stderr)."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(name: str, *flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command.run(load(name).main)
+        return end.value.code, *capsys.readouterr()
+
+    yield run
+    signal.signal(signal.SIGINT, handler)

@@ -1,10 +1,8 @@
-"""What several tests of data/ share: documents, which of them validate, the commands, and errors of one line."""
+"""What several tests of data/ share: documents, which of them validate, the scripts, and errors of one line."""
 
 import argparse
 import importlib.util
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,12 +55,6 @@ def load(name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def command(name: str, *flags: str, **options) -> subprocess.CompletedProcess:
-    """data/NAME/prepare.py as users run it."""
-    script = [sys.executable, str(ROOT / "data" / name / "prepare.py"), *flags]
-    return subprocess.run(script, capture_output=True, text=True, timeout=600, **options)
 
 
 def error(call, *arguments, **keywords) -> str:

@@ -1,73 +1,64 @@
-"""The prepare scripts as users run them: a command, its files, its exit code."""
+"""The prepare scripts of single data sets, compared with loops over their files."""
 
 import hashlib
-import os
+import random
 import socket
 import sys
+import sysconfig
 import threading
-from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import read_all
-from preparing import command, load
+from preparing import load
 
 from data.dataset import open_data
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer
 
-# ------------------------------------------------------------------------------------------------------------ pycode
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def test_pycode_holds_every_source_once(tmp_path):
-    result = command("pycode", f"--out={tmp_path}", "--val_fraction=0.1", cwd=tmp_path)
-    assert result.returncode == 0 and result.stdout.count("\n") == 1, result
-    assert f"next: python train.py config/train_pycode.py --dataset={tmp_path} --out_dir=out/{tmp_path.name}\n" in (
-        result.stdout
-    )
-    data = open_data(tmp_path, verify=True)
-    documents = {}
-    for split in ("train", "val"):
-        tokens = np.array(read_all(data.split(split)))
-        assert tokens[-1] == data.eot
-        documents[split] = [bytes(d.astype(np.uint8)) for d in np.split(tokens, np.flatnonzero(tokens == data.eot) + 1)]
-        documents[split] = [d[:-1] for d in documents[split][:-1]]  # 256 became 0; the part after the last one is empty
-        assert len(documents[split]) == data.meta["splits"][split]["documents"]
-
-    stdlib = Path(os.__file__).parent
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    relative = sorted(p.relative_to(stdlib) for p in stdlib.rglob("*.py"))
-    sources = [(stdlib / p).read_bytes() for p in relative if not left_out & set(p.parts)]
-    assert sorted(documents["train"] + documents["val"]) == sorted(s for s in sources if s)
-    n_val = sum(map(len, documents["val"]))
-    assert 0.09 < n_val / sum(map(len, sources)) <= 0.1 and len(documents["val"]) > 20
-
-
-def test_pycode_is_deterministic_and_sorted(tmp_path):
-    prepare = load("pycode")
-    for name in ("b.py", "a/z.py", "a/test/c.py", "a.py", "tests/d.py", "site-packages/e.py", "note.txt", "empty.py"):
-        path = tmp_path / name
+def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
+    """In the order of their names. Those whose names have the first hashes validate, as far as there is room."""
+    rng, sources = random.Random(0), {"note.txt": b"x"}
+    for i in range(300):
+        folder = rng.choice(["", "a/", "a/b/", *(f"c/{name}/" for name in sorted(LEFT_OUT))])
+        sources[f"{folder}{i}.py"] = rng.randbytes(i % 60)
+    for name, content in sources.items():
+        path = tmp_path / "library" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("" if "empty" in name else "x" * 10)
-    paths = prepare.find_sources(tmp_path)
-    assert [p.relative_to(tmp_path).as_posix() for p in paths] == ["a.py", "a/z.py", "b.py"]
-    first = min(paths, key=lambda p: hashlib.sha256(p.relative_to(tmp_path).as_posix().encode()).hexdigest())
-    for order in (paths, paths[::-1]):
-        assert prepare.validation_set(order, tmp_path, 0.34) == {first}
+        path.write_bytes(content)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path / "library")
+    out = tmp_path / "out"
+    code, said, _ = call("pycode", f"--out={out}", "--val_fraction=0.1")
+    assert code == 0 and said.count("\n") == 1
+    assert f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out" in said
 
+    names = [name for name in sorted(sources) if sources[name] and name.endswith(".py")]
+    names = [name for name in names if not LEFT_OUT & {*name.split("/")}]
+    validates, room = set(), 0.1 * sum(len(sources[name]) for name in names)
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        if len(sources[name]) <= room:
+            validates.add(name)
+            room -= len(sources[name])
+    assert 5 < len(validates) < len(names) / 2
+    data = open_data(out, verify=True)
+    for split in ("train", "val"):
+        expected = [sources[name] for name in names if (name in validates) == (split == "val")]
+        assert read_all(data.split(split)) == [i for content in expected for i in (*content, data.eot)]
+        assert data.meta["splits"][split]["documents"] == len(expected)
 
-# -------------------------------------------------------------------------------------------------- shakespeare_char
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
 @pytest.mark.parametrize("as_url", [False, True])
-def test_shakespeare_is_nanogpts_token_for_token(tmp_path, as_url):
+def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path, as_url):
     source = tmp_path / "my text.txt"
     source.write_text(TEXT)
-    where = source.as_uri() if as_url else source
-    result = command("shakespeare_char", f"--input={where}", f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0, result
+    if as_url:
+        source = source.as_uri()
+    assert call("shakespeare_char", f"--input={source}", f"--out={tmp_path / 'out'}")[0] == 0
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
     data = open_data(tmp_path / "out", verify=True)
