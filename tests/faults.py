@@ -137,7 +137,7 @@ FAULTS = [
         "data_rank = place.rank // (cfg.cp * cfg.tp) % data",
         "data_rank = place.rank // cfg.tp % data",
         "The ranks of a context-parallel group read different samples as soon as there are two such groups.",
-        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[fsdp+cp]",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]",
     ),
     (
         "engine/parallel/context.py",
@@ -165,7 +165,7 @@ FAULTS = [
         "normaliser * (largest - most).exp()",
         "normaliser",
         "Under tp, ranks add the normalisers of their slices of the vocabulary, each relative to another maximum.",
-        "tests/parallel/test_layouts.py::test_the_loss_of_slices_is_that_of_whole_rows",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]",
     ),
     (
         "engine/checkpoint/files.py",
@@ -366,7 +366,7 @@ FAULTS = [
         "torch._foreach_mul_(grads, 1 / self.cfg.ep)",
         "torch._foreach_mul_(grads, 1.0)",
         "Under --ep, the gradients of experts are sums over the ranks that divide them.",
-        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[fsdp+ep+shards]",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[experts]",
     ),
     (
         "data/objective.py",
@@ -380,7 +380,7 @@ FAULTS = [
         "(name not in self.counted_elsewhere) / math.sqrt(copies)",
         "1 / math.sqrt(copies)",
         "The tied weight, which both ends of a pipeline have, is counted twice in the gradient norm.",
-        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pp]",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]",
     ),
     (
         "model.py",

@@ -70,8 +70,8 @@ def steps_of(folder: Path) -> list[tuple]:
 
 
 def distance(lines: list[tuple], exact: list[tuple]) -> float:
-    """The largest difference of two runs' `losses`, relative to the second's. There are four steps at least."""
-    assert len(lines) == len(exact) >= 4
+    """The largest difference of two runs' `losses`, relative to the second's. There are three lines at least."""
+    assert len(lines) == len(exact) >= 3
     pairs = [pair for a, b in zip(lines, exact, strict=True) for pair in zip(a, b, strict=True)]
     assert all((a is None) == (b is None) for a, b in pairs)
     return max(abs(a - b) / (abs(b) or 1) for a, b in pairs if b is not None)
@@ -89,13 +89,13 @@ def assert_same_but_for_rounding(folder: Path, alone: dict[str, Callable[..., li
     """The `losses` of the runs in the folder, which `in_both` has named, are those that alone[name](*flags) has of one
     process.
 
-    In float64 they agree to 1e-9. From these, float32 may differ ten times as much as the worst of these runs does in
-    one process: how much that is depends on the CPU. `in_float32`: which runs the folder has in it too.
+    In float64 they agree to 1e-9. From these, float32 may differ ten times as much as the worst of its runs does in one
+    process: how much that is depends on the CPU. `in_float32`: which runs the folder has in it too.
     """
     exact = {name: call(IN_FLOAT64) for name, call in alone.items()}
     for name in alone:
         assert (error := distance(losses(folder / f"{name}, wide"), exact[name])) < 1e-9, f"{name}: {error} in float64"
-    usual = max(distance(call(), exact[name]) for name, call in alone.items()) if in_float32 else 0.0
+    usual = max([distance(alone[name](), exact[name]) for name in in_float32], default=0.0)
     for name in in_float32:
         assert (error := distance(losses(folder / name), exact[name])) < 10 * usual, f"{name}: {error}, usual: {usual}"
 

@@ -25,6 +25,7 @@ from helpers import (
     figures,
     in_both,
     losses,
+    steps_of,
 )
 from ranks import launch, train_runs
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -37,7 +38,6 @@ from data.loader import order  # which has its own tests
 from engine import optim
 from engine.checkpoint.files import VOCAB_WEIGHTS
 from engine.parallel import context as context_parallel
-from engine.parallel import ranks as parallel
 from engine.parallel import sharded
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.ranks import check_layout, join
@@ -46,51 +46,43 @@ from engine.parallel.sharded import ShardedModel, local
 from model import Model, Normal, UndrawnLinear, with_role
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
-SIZES = "--max_iters=4 --eval_interval=4 --warmup_iters=1 --gradient_accumulation_steps=4 --learning_rate=3e-3".split()
-SIZES += ["--eval_iters=1"]
-SHORT = ["--max_iters=3", "--eval_interval=0"]  # an evaluation at the end
+SIZES = "--max_iters=2 --eval_interval=0 --eval_iters=1 --warmup_iters=1 --learning_rate=3e-3".split()
+SIZES += ["--gradient_accumulation_steps=4"]
 TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same samples
-HALVES = ["--eval_interval=2"]  # which saves in the middle, too
+HALVES = ["--eval_interval=1"]  # which saves in the middle, too
 FSDP = ["--parallel=fsdp"]
 MUON = ["--optimizer=muon"]
 CHUNKS = ["--pp=2", "--pp_chunks=2"]
-BLOCKS = {
-    "standard": ["--pos=rope"],
-    "superblock": ["--block=superblock"],
-    "simplified": ["--block=simplified", "--pos=alibi"],
-}
 LAYOUTS = {  # name -> (processes, flags)
     "ddp": (2, []),
     "fsdp": (2, FSDP),
-    "tp": (2, ["--tp=2"]),
-    "cp": (2, ["--cp=2"]),
-    "pp": (2, ["--pp=2"]),
+    "tp": (2, ["--tp=2", *TWO]),
+    "cp": (2, ["--cp=2", *TWO]),
+    "pp": (2, ["--pp=2", *TWO]),
     "hsdp": (4, [*FSDP, "--dp_replicate=2"]),
-    "fsdp+tp": (4, [*FSDP, "--tp=2"]),
-    "fsdp+cp": (4, [*FSDP, "--cp=2"]),
-    "tp+cp": (4, ["--tp=2", "--cp=2"]),
+    "fsdp+tp": (4, [*FSDP, "--tp=2", *TWO]),
+    "fsdp+cp": (4, [*FSDP, "--cp=2", *TWO]),
+    "tp+cp": (4, ["--tp=2", "--cp=2", *TWO]),
     "fsdp+pp": (4, [*FSDP, "--pp=2"]),
     "ddp+pp": (4, ["--pp=2"]),
-    "pp+tp": (4, ["--pp=2", "--tp=2"]),
-    "pp+cp": (4, ["--pp=2", "--cp=2"]),
+    "pp+tp": (4, ["--pp=2", "--tp=2", *TWO]),
+    "pp+cp": (4, ["--pp=2", "--cp=2", *TWO]),
     "ep": (2, ["--ep=2"]),
     "fsdp+ep": (2, [*FSDP, "--ep=2"]),
     "hsdp+ep": (4, [*FSDP, "--dp_replicate=2", "--ep=2"]),
     "fsdp+ep+shards": (4, [*FSDP, "--ep=2"]),
-    "ep+tp": (4, ["--ep=2", "--tp=2"]),
-    "ep+cp": (4, ["--ep=2", "--cp=2"]),
+    "ep+tp": (4, ["--ep=2", "--tp=2", *TWO]),
+    "ep+cp": (4, ["--ep=2", "--cp=2", *TWO]),
     "ep+pp": (4, ["--ep=2", "--pp=2"]),
-    "chunks": (2, [*CHUNKS]),
+    "chunks": (2, [*CHUNKS, *TWO]),
     "fsdp+chunks": (4, [*FSDP, *CHUNKS]),
-    "ddp+chunks": (4, [*CHUNKS]),
-    "chunks+tp": (4, [*CHUNKS, "--tp=2"]),
-    "chunks+cp": (4, [*CHUNKS, "--cp=2"]),
+    "chunks+tp": (4, [*CHUNKS, "--tp=2", *TWO]),
+    "chunks+cp": (4, [*CHUNKS, "--cp=2", *TWO]),
     "fsdp+chunks+tp": (8, [*FSDP, *CHUNKS, "--tp=2"]),
-    "pp of four": (4, ["--pp=4"]),
     "chunks of four": (4, ["--pp=4", "--pp_chunks=2"]),
 }
+STANDARD, SIMPLIFIED = ["--pos=rope"], ["--block=simplified", "--pos=alibi"]
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
-WIDE = "--qk_norm=True --norm_placement=after --norm=rmsnorm --pos=rope --n_head=4".split()
 LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
@@ -99,135 +91,103 @@ EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split()
+LOSS = "--z_loss=0.1 --logit_softcap=5.0".split()
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
-MODELS = {  # what is particular about a layout: layout -> {name: flags of the model}
-    "tp": {
-        "llama": [*GATED, *MUON],
-        "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
-        "parallel, post": ["--block=parallel", "--norm_placement=post", "--logit_softcap=5.0", "--loss_chunk=7"],
-        "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
-        "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
-        "series": ["--block=superblock", "--layer=c,p", "--mlp=geglu", "--qk_norm=True", "--n_embd=48"],
-        "parts": [*PARTS, "--bias=True", "--n_slot=4", *MUON],
-        "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", *MUON],
-        "wide": [*WIDE, "--head_dim=12", "--attention=gqa", "--n_kv_head=2", "--tie_weights=False", *MUON],
-        "layers": [*LAYERS, "--loss_chunk=7"],
-        "z loss": ["--z_loss=0.1", "--logit_softcap=5.0", "--loss_chunk=7"],
-        "padded": ["--z_loss=0.1", "--logit_softcap=5.0", "--vocab_size=259"],
-        "attention": [*FLAGS, *MUON],
-        "experts": [*EXPERTS, *MUON],
-        "one expert": SIGMOID,
-        "head gates": ["--attn_gate=head", "--block=simplified", "--value_residual=True"],
-        "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
-        "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0", "--pos=rope", *MUON],
-    },
-    "cp": {
-        "llama": [*GATED, "--window=5"],
-        "documents": [*DOCUMENTS, "--doc_positions=True", "--pos=learned", "--window=9", *MUON],
-        "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
-        "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
-        "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
-        "parts": [*PARTS, "--n_slot=4", "--pos=rope"],
-        "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
-        "attention": [*FLAGS, "--window=5"],
-        "experts": [*EXPERTS, "--activation_checkpoint=full"],
-        "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
-    },
-    "fsdp": {
-        "20 steps": ["--pos=rope", "--max_iters=20"],
-        "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
-        "spikes": ["--spike_factor=1.01", "--max_iters=30"],
-        "ramp": ["--batch_ramp=2:1,6:3", "--max_iters=4", *MUON],
-        "layers": LAYERS,
-        "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
-        "untied": ["--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
-        "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
-        "attention": [*FLAGS, "--activation_checkpoint=full", *MUON],
-        "experts": [*EXPERTS, "--activation_checkpoint=selective", *MUON],
-    },
-    "ddp": {"experts": SIGMOID},
-    "hsdp": {
-        "experts": [*SIGMOID, *MUON],
-        "muon": [*MUON, "--block=superblock"],
-        "groups": [*GROUPS, "--n_group=2", *MUON],
-    },
-    "fsdp+tp": {
-        "llama": [*GATED, *MUON, "--activation_checkpoint=selective"],
-        "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.25", "--span_length=1.0"],
-        "values": ["--block=simplified", "--simplified_value_proj=all", "--bias=True", *MUON],
-        "experts": [*EXPERTS, *MUON],
-    },
-    "fsdp+pp": {
-        "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
-        "masked": ["--objective=masked"],
-        "layers": LAYERS,
-        "experts": [*EXPERTS, *MUON],
-    },
-    "ddp+pp": {"recomputed": ["--activation_checkpoint=full", *MUON]},
-    "pp+tp": {
-        "untied": ["--tie_weights=False", "--n_layer=3", *MUON],
-        "masked": ["--objective=masked", "--logit_softcap=5.0", "--z_loss=0.1"],
-        "layers": LAYERS,
-        "experts": [*EXPERTS, *MUON],
-    },
-    "pp+cp": {
-        "documents": [*DOCUMENTS, "--pos=alibi"],
-        "layers": [*LAYERS, *MUON],
-        "experts": EXPERTS,
-    },
-    "ep": {"experts": [*EXPERTS, *MUON], "one expert": [*SIGMOID, "--n_expert=4"]},
-    "fsdp+ep": {
-        "experts": [*EXPERTS, *MUON, "--activation_checkpoint=full"],
-        "whole": [*EXPERTS, "--fsdp_reshard=False"],
-    },
-    "hsdp+ep": {"experts": [*EXPERTS, *MUON]},
-    "fsdp+ep+shards": {"experts": [*EXPERTS, *MUON, "--n_expert=6", "--activation_checkpoint=selective"]},
-    "ep+tp": {"experts": [*EXPERTS, *MUON]},
-    "ep+cp": {"experts": EXPERTS},
-    "ep+pp": {"experts": [*EXPERTS, *MUON]},
-    "chunks": {
-        "llama": [*GATED, *MUON, "--n_layer=4"],
-        "layers": [*LAYERS, "--n_layer=5", "--activation_checkpoint=selective", "--ema_decay=0.9"],
-        "experts": [*EXPERTS, *MUON, "--n_layer=6"],
-    },
-    "fsdp+chunks": {
-        "llama": [*GATED, *MUON, "--n_layer=5", "--activation_checkpoint=full"],
-        "untied, kept": ["--tie_weights=False", "--n_layer=4", "--fsdp_reshard=False", "--block=simplified"],
-        "masked": ["--objective=masked", "--n_layer=4"],
-    },
-    "ddp+chunks": {"superblock": ["--block=superblock", "--n_layer=6", *MUON]},
-    "chunks+tp": {
-        "llama": [*GATED, *MUON, "--n_layer=5"],
-        "untied": ["--tie_weights=False", "--n_layer=4", "--z_loss=0.1"],
-    },
-    "chunks+cp": {"layers": [*LAYERS, *MUON, "--n_layer=4"]},
-    "fsdp+chunks+tp": {"llama": [*GATED, *MUON, "--n_layer=4"]},
-    "pp of four": {"untied": [*GATED, "--tie_weights=False", "--n_layer=5"]},
-    "chunks of four": {"llama": [*GATED, "--n_layer=9", "--doc_mask=True"]},
+SPANS = "--objective=seq2seq --corrupt_ratio=0.25 --span_length=1.0".split()
+OF_TP = {
+    "llama": [*GATED, *MUON],
+    "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
+    "layers, post": [*LAYERS, "--norm_placement=post", *LOSS, "--loss_chunk=7"],
+    "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
+    "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
+    "parts": [*PARTS, *"--bias=True --n_slot=4 --mlp=geglu --n_embd=48 --qk_norm=True".split(), *MUON],
+    "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", *MUON],
+    "wide": [*FLAGS, *"--norm_placement=after --head_dim=12 --attention=gqa --n_kv_head=2".split(), *MUON],
+    "experts": [*EXPERTS, *MUON],
+    "one expert": SIGMOID,
+    "head gates": ["--attn_gate=head", "--block=simplified", "--value_residual=True", *LOSS, "--vocab_size=259"],
+    "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
+    "seq2seq": [*SPANS, "--pos=rope", *MUON],
 }
-MET = {  # blocks that the models of a layout have, or the layouts that it is made of, so that they need no run
-    "tp": [*BLOCKS],
-    "cp": [*BLOCKS],
-    "fsdp": ["standard"],
-    "hsdp": ["superblock", "standard"],
-    "fsdp+tp": ["standard", "simplified"],
-    "fsdp+cp": ["standard", "superblock"],
-    "tp+cp": ["standard", "simplified"],
-    "fsdp+pp": ["standard", "superblock"],
-    "ddp+pp": ["standard", "simplified"],
-    "pp+tp": [*BLOCKS],
-    "pp+cp": [*BLOCKS],
+OF_CP = {
+    "llama": [*GATED, *FLAGS, "--window=5"],
+    "documents": [*DOCUMENTS, "--doc_positions=True", "--pos=learned", "--window=9", *MUON],
+    "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", "--activation_checkpoint=full"],
+    "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
+    "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
+    "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4"],
+    "parts": [*PARTS, "--n_slot=4", "--pos=rope"],
+    "layers": [*LAYERS, "--rope_scaling=llama3:8:1:4:8"],
+    "experts": [*EXPERTS, "--activation_checkpoint=full"],
+}
+OF_FSDP = {
+    "20 steps": [*STANDARD, "--max_iters=20", *TWO],
+    "spikes": ["--spike_factor=1.01", "--max_iters=24", *TWO],  # which are looked for after 20 steps
+    "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
+    "ramp": ["--block=superblock", "--batch_ramp=2:1,6:3", "--max_iters=4", *MUON],
+    "offloaded": ["--fsdp_offload=True", "--activation_checkpoint=full"],
+    "untied": ["--block=simplified", "--tie_weights=False", "--activation_checkpoint=selective", "--n_layer=3"],
+    "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
+    "attention": [*FLAGS, "--activation_checkpoint=full", *MUON],
+    "experts": [*EXPERTS, "--activation_checkpoint=selective", *MUON],
+}
+MODELS = {  # launch -> layout -> what is particular about it: {name: flags of the model}
+    "tp": {"tp": OF_TP},
+    "cp": {"cp": OF_CP},
+    "fsdp": {"fsdp": OF_FSDP},
+    "pairs": {
+        "ddp": {"standard": STANDARD, "experts": SIGMOID},
+        "pp": {"standard": STANDARD, "simplified": SIMPLIFIED},
+        "ep": {"experts": [*EXPERTS, *MUON]},
+        "fsdp+ep": {"kept": [*EXPERTS, *MUON, "--activation_checkpoint=full", "--fsdp_reshard=False"]},
+        "chunks": {
+            "llama": [*GATED, *MUON, "--n_layer=4"],
+            "layers": [*LAYERS, "--n_layer=5", "--activation_checkpoint=selective", "--ema_decay=0.9"],
+            "experts": [*EXPERTS, *MUON, "--n_layer=6"],
+        },
+    },
+    "meshes": {
+        "hsdp": {"simplified": SIMPLIFIED, "groups": [*GROUPS, "--n_group=2", *MUON]},
+        "fsdp+tp": {
+            "llama": [*GATED, *MUON, "--activation_checkpoint=selective"],
+            "seq2seq": [*SPANS, "--block=simplified", "--simplified_value_proj=all", "--bias=True", *MUON],
+            "experts": [*EXPERTS, *MUON],
+        },
+        "fsdp+cp": {"simplified": SIMPLIFIED},
+        "tp+cp": {"superblock": ["--block=superblock"]},
+    },
+    "experts": {
+        "hsdp+ep": {"experts": [*EXPERTS, *MUON]},
+        "fsdp+ep+shards": {"experts": [*EXPERTS, *MUON, "--n_expert=6", "--activation_checkpoint=selective"]},
+        "ep+tp": {"experts": [*EXPERTS, *MUON]},
+        "ep+cp": {"experts": EXPERTS},
+        "ep+pp": {"experts": [*EXPERTS, *MUON]},
+    },
+    "pipelines": {
+        "fsdp+pp": {"untied": ["--tie_weights=False", *SIMPLIFIED, *MUON], "experts": [*EXPERTS, *MUON]},
+        "ddp+pp": {"recomputed": ["--block=superblock", "--activation_checkpoint=full", *MUON]},
+        "pp+tp": {"untied": [*LAYERS, "--objective=masked", *LOSS, "--tie_weights=False", *MUON]},
+        "pp+cp": {"documents": [*DOCUMENTS, "--pos=alibi", *EXPERTS]},
+    },
+    "chunks": {
+        "fsdp+chunks": {
+            "llama": [*GATED, *MUON, "--n_layer=5", "--activation_checkpoint=full"],
+            "untied, kept": [*SIMPLIFIED, "--tie_weights=False", "--n_layer=4", "--fsdp_reshard=False"],
+        },
+        "chunks+tp": {"llama": [*GATED, *MUON, "--n_layer=5", "--z_loss=0.1"]},
+        "chunks+cp": {"layers": [*LAYERS, *MUON, "--n_layer=4"]},
+        "chunks of four": {"untied": [*GATED, "--tie_weights=False", "--n_layer=9", "--doc_mask=True"]},
+    },
+    "eight": {"fsdp+chunks+tp": {"llama": [*GATED, *MUON, "--n_layer=4"]}},
 }
 CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on which of two numbers is larger
-RUNS = []  # all in float64; one model of each layout of two ranks in float32 too, where no rounding changes a choice
-for each, (processes, how) in LAYOUTS.items():
-    blocks = {} if {"--ep=2", "--pp_chunks=2", "--pp=4"} & {*how} else BLOCKS  # of two layers
-    every = blocks | MODELS.get(each, {})
-    rounded = [name for name, flags in every.items() if not any(flag.startswith(CHOICES) for flag in flags)]
-    RUNS.append(pytest.param(each, every, rounded, id=f"{each}-float32", marks=pytest.mark.slow))
-    fewer = {name: flags for name, flags in every.items() if name not in MET.get(each, ())}
-    one = [name for name in fewer if name in rounded and processes == 2]
-    RUNS.append(pytest.param(each, fewer, one[:1], id=each))
+NARROW = {"fsdp": ["fsdp, 20 steps"]}  # what is computed in float32 too, where no rounding changes a choice
+RUNS = []
+for each, layouts in MODELS.items():
+    every = [(f"{layout}, {name}", flags) for layout, models in layouts.items() for name, flags in models.items()]
+    rounded = [name for name, flags in every if not any(flag.startswith(CHOICES) for flag in flags)]
+    RUNS.append(pytest.param(each, rounded, id=f"{each}-float32", marks=pytest.mark.slow))
+    RUNS.append(pytest.param(each, NARROW.get(each, []), id=each, marks=[pytest.mark.slow] * (each == "eight")))
 
 
 ALONE = {}
@@ -246,29 +206,29 @@ def alone(run):
     return call
 
 
-@pytest.mark.parametrize("layout,models,in_float32", RUNS)
-def test_losses_do_not_depend_on_the_layout(layout, models, in_float32, alone, many):
-    processes, how = LAYOUTS[layout]
-    one_reader = ("tp", "cp", "tp+cp", "pp", "pp+tp", "pp+cp", "ep+tp", "ep+cp", "chunks", "chunks+tp", "chunks+cp")
-    steps = TWO if layout in one_reader else []
-    runs = in_both({name: [*SIZES, *SHORT, *flags, *steps, *how] for name, flags in models.items()})
-    chosen = [(name, flags) for name, flags in runs if name in in_float32 or IN_FLOAT64 in flags]
+@pytest.mark.parametrize("group,in_float32", RUNS)
+def test_losses_do_not_depend_on_the_layout(group, in_float32, alone, many):
+    runs, one = {}, {}
+    for layout, models in MODELS[group].items():
+        processes, how = LAYOUTS[layout]
+        for name, flags in models.items():
+            runs[f"{layout}, {name}"] = [*SIZES, *flags, *how]
+            one[f"{layout}, {name}"] = partial(alone, *flags, *(flag for flag in how if flag in TWO))
+    chosen = [(name, flags) for name, flags in in_both(runs) if name in in_float32 or IN_FLOAT64 in flags]
     folder = many(processes, *chosen, saved=False)
-    one = {name: partial(alone, *SHORT, *flags, *steps) for name, flags in models.items()}
     assert_same_but_for_rounding(folder, one, in_float32)
 
 
 def forget_the_end(run: Path, copy: Path):
-    """A copy of a run of 4 steps, as if it had been killed after the second."""
+    """A copy of a run of two steps, as if it had been killed after the first."""
     shutil.copytree(run, copy)
-    shutil.rmtree(copy / "step_00000004")
+    shutil.rmtree(copy / "step_00000002")
     for pointer in ("latest", "best"):
-        (copy / pointer).write_text("step_00000002\n")
+        (copy / pointer).write_text("step_00000001\n")
 
 
 UNEVEN = ["--n_layer=3", "--n_embd=20", "--gradient_accumulation_steps=3", *HALVES]  # the vocabulary is 257
 UNEVEN_RUNS = {  # on 3 ranks: name -> (flags of the model, of the layout)
-    "ddp": (["--bias=True"], []),
     "fsdp": (["--bias=True", "--tie_weights=False", *MUON], FSDP),
     "gains": (["--block=simplified", "--simplified_value_proj=all"], FSDP),  # of one number: two ranks have none of it
     "tp": (["--n_head=3", "--n_embd=24", "--block_size=18"], ["--tp=3"]),  # which pads the vocabulary to 258
@@ -289,26 +249,31 @@ def test_layouts_whose_sizes_do_not_divide(run, alone, many):
         assert distance(losses(folder / name), exact) < 1e-9, name
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp", pytest.param("fsdp+tp", marks=pytest.mark.slow), "cp", "pp"])
-def test_layouts_in_bfloat16(layout, alone, many):
-    """Weights that travel in bfloat16, norms of both kinds, and a residual stream in float32 or bfloat16: losses,
-    gradient norms and evaluations err from float32's as those of one process in bfloat16 do."""
-    low = ["--dtype=bfloat16", "--qk_norm=True", "--bias=True", "--max_iters=10", "--eval_interval=5"]
-    low += [*(TWO if layout != "fsdp" else [])]
-    models = {"layernorm": low, "rmsnorm": [*low, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"]}
-    if layout in ("cp", "fsdp"):  # its values are in float32, and its queries in bfloat16; gains are not sharded
-        models["simplified"] = [*low, "--block=simplified", "--tie_weights=False"]
-    processes, how = LAYOUTS[layout]
-    folder = many(processes, *((name, [*SIZES, *flags, *how]) for name, flags in models.items()))
-    for name, flags in models.items():
-        exact = [flag for flag in flags if flag != "--fp32_residual=False"]
-        lines = [losses(folder / name), alone(*flags), alone(*exact, "--dtype=float32")]
+LOW = "--dtype=bfloat16 --qk_norm=True --bias=True --max_iters=10 --eval_interval=5".split() + TWO
+IN_BFLOAT16 = {  # with norms of both kinds, and a residual stream in float32 or bfloat16
+    "layernorm": LOW,
+    "rmsnorm": [*LOW, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"],
+    "simplified": [*LOW, "--block=simplified", "--tie_weights=False"],
+}
+PAIRS = {"fsdp": IN_BFLOAT16, "tp": ["layernorm", "rmsnorm"], "cp": ["rmsnorm", "simplified"], "pp": ["rmsnorm"]}
+
+
+def test_layouts_in_bfloat16(alone, many):
+    """Weights that travel in bfloat16: losses, gradient norms and evaluations err from float32's as those of one
+    process in bfloat16 do. In a simplified block, values are in float32, and queries in bfloat16; gains are whole."""
+    runs = [(layout, name) for layout, names in PAIRS.items() for name in names]
+    flags = [(", ".join(key), [*SIZES, *LAYOUTS[key[0]][1], *IN_BFLOAT16[key[1]]]) for key in runs]
+    folder = many(2, *flags)
+    for layout, name in runs:
+        where, how = f"{layout}, {name}", IN_BFLOAT16[name]
+        exact = [flag for flag in how if flag != "--fp32_residual=False"]
+        lines = [losses(folder / where), alone(*how), alone(*exact, "--dtype=float32")]
         trained = [[line for line in each if len(line) == 5] for each in lines]  # step, loss, gradient norm, ...
         evaluated = [[x for line in each if len(line) == 4 for x in line[1:3]] for each in lines]
         assert len(trained[0]) == 10 and len(evaluated[0]) == 6
-        assert_rounds_alike(*([line[1] for line in each] for each in trained), f"{name}: losses")
-        assert_rounds_alike(*([line[2] for line in each] for each in trained), f"{name}: gradient norms")
-        assert_rounds_alike(*evaluated, f"{name}: evaluations")
+        assert_rounds_alike(*([line[1] for line in each] for each in trained), f"{where}: losses")
+        assert_rounds_alike(*([line[2] for line in each] for each in trained), f"{where}: gradient norms")
+        assert_rounds_alike(*evaluated, f"{where}: evaluations")
 
 
 @pytest.mark.slow
@@ -318,8 +283,10 @@ def test_compiled_layouts_do_the_same(layout, alone, many):
     recomputed = ["--pos=rope", "--activation_checkpoint=selective"]
     models = {"plain": ["--block=superblock"], "recomputed": recomputed}
     compiled = [*LAYOUTS[layout][1], "--compile=True"]
+    steps = [flag for flag in compiled if flag in TWO]
     folder = many(2, *in_both({name: [*SIZES, *flags, *compiled] for name, flags in models.items()}))
-    assert_same_but_for_rounding(folder, {name: partial(alone, *flags) for name, flags in models.items()}, [*models])
+    one = {name: partial(alone, *flags, *steps) for name, flags in models.items()}
+    assert_same_but_for_rounding(folder, one, [*models])
 
 
 def masks_drawn(runs: dict[str, list[str]], folder: Path):
@@ -345,7 +312,7 @@ def test_every_rank_drops_something_else(run, tiny_data, tmp_path):
     So do those of two ranks that were not there when the checkpoint was saved, and those of a run's beginning."""
     common = [*TINY, *SIZES, f"--dataset={tiny_data}", "--dropout=0.5", "--max_iters=2", "--block_size=18"]
     common += ["--gradient_accumulation_steps=6"]
-    layouts = {"ddp": [], "fsdp": FSDP, "cp": ["--cp=3", *TWO], "resumed": ["--init_from=resume", "--max_iters=4"]}
+    layouts = {"ddp": [], "cp": ["--cp=3", *TWO], "resumed": ["--init_from=resume", "--max_iters=4"]}
     runs = {name: [*common, *how, f"--out_dir={tmp_path / name}"] for name, how in layouts.items()}
     run(*common, out="resumed")
     launch(3, masks_drawn, tmp_path, runs, tmp_path)
@@ -436,45 +403,6 @@ def test_tensor_parallel_ranks_send_the_stream_in_its_dtype(pretended, block, wi
     assert dtypes[torch.float32] == in_float32 and dtypes.total() == 1 + 2 * (4 if block == "standard" else 2) + 1
 
 
-CHUNK_LOSSES = [*itertools.product((0.0, 5.0), (0.0, 0.1), (True, False))]  # softcap, z loss, is there a gradient
-
-
-def slices_of_the_loss(file: Path):
-    """For each of CHUNK_LOSSES the sum and this rank's gradient, as they are, and as one compiled graph."""
-    dist.init_process_group("gloo")
-    torch._dynamo.config.recompile_limit = len(CHUNK_LOSSES)
-    logits, targets = loss_inputs()
-    mine = torch.nn.functional.pad(logits, (0, 1), value=100.0).chunk(2, 1)[dist.get_rank()]  # padded
-    of_chunk, found = tensor_parallel.parallel_chunk_loss(dist.group.WORLD, logits.size(1)), []
-    compiled = torch.compile(of_chunk, backend="aot_eager", fullgraph=True, dynamic=False)
-    for softcap, z_loss, gradient in CHUNK_LOSSES:
-        given = targets, softcap, gradient, z_loss
-        found.append([f(mine.clone(), *given) for f in (of_chunk, compiled)])
-    torch.save(found, f"{file}.{dist.get_rank()}")
-
-
-def loss_inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(12, 37, generator=generator, dtype=torch.float64)
-    return logits, torch.randint(-1, 37, (12,), generator=generator)
-
-
-def test_the_loss_of_slices_is_that_of_whole_rows(tmp_path):
-    """Also compiled, where no part of it is left out of the graph: it has two kernels that read all logits."""
-    launch(2, slices_of_the_loss, tmp_path, tmp_path / "found")
-    ranks, (logits, targets) = [torch.load(tmp_path / f"found.{rank}") for rank in range(2)], loss_inputs()
-    for options, *of_ranks in zip(CHUNK_LOSSES, *ranks, strict=True):
-        softcap, z_loss, gradient = options
-        total, p = ops.chunk_loss(logits.clone(), targets, softcap, gradient, z_loss)
-        for each in zip(*of_ranks, strict=True):  # uncompiled on both ranks, compiled on both
-            for found, _ in each:
-                torch.testing.assert_close(found, total, rtol=1e-12, atol=0)
-            if gradient:
-                both = torch.cat([part for _, part in each], dim=1)
-                torch.testing.assert_close(both[:, :-1], p, rtol=0, atol=1e-12)
-                assert not both[:, -1].any()
-
-
 def gains_of_fsdp(file: Path):
     """(dtype, value) of a block's gain and of a head's, in bfloat16 before and after a step whose rate is tiny."""
     flags = ["--block=simplified", "--dtype=bfloat16", "--vocab_size=257", "--learning_rate=1e-4", "--min_lr=0"]
@@ -529,16 +457,15 @@ def test_selective_recomputation_keeps_every_second_product(block):
 
 
 DRAWN = ["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--parallel=fsdp --tp=2", "--pp=2"]
-DRAWN = list(itertools.product([*BLOCKS.values(), *MODELS["tp"].values(), *MODELS["fsdp"].values()], DRAWN))
+DRAWN = list(itertools.product(OF_TP.values(), DRAWN))
 DRAWN += [(EXPERTS, layout) for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2")]
-DRAWN += [(flags, "--pp=2 --tp=2") for flags in BLOCKS.values()]
+DRAWN += [(STANDARD, "--pp=2 --tp=2")]
 
 
 @pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
 def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
     """The third of four ranks draws what distributing the whole weights gives it, by `fill` and by PyTorch."""
-    plain = [flag for flag in flags if not flag.startswith(("--fsdp", "--activation_checkpoint"))]
-    cfg = parse(Config, [*TINY, *SIZES, *plain, "--vocab_size=261", *layout.split()])
+    cfg = parse(Config, [*TINY, *SIZES, *flags, "--vocab_size=261", *layout.split()])
     weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
     try:
         check_layout(cfg, 4)
@@ -589,33 +516,27 @@ def test_padding_of_the_vocabulary_changes_no_initial_weight(pretended, monkeypa
 # Checkpoints move
 
 
-FOUR = ["--n_layer=4"]
-MOVES = {  # models, and the numbers of processes with their layouts: two steps in each, and two in one process
-    "dense": (
-        {"standard": [*GATED, *FOUR], "superblock": ["--block=superblock", *MUON, "--bias=True", *FOUR]},
-        [(4, FSDP), (2, ["--parallel=ddp", "--tp=2"]), (2, ["--tp=1", *CHUNKS]), (2, ["--pp_chunks=1"])],
-    ),
-    "experts": (
-        {"experts": [*EXPERTS, *MUON]},
-        [(4, [*FSDP, "--ep=2"]), (2, ["--parallel=ddp"]), (2, ["--ep=1", "--tp=2"])],
-    ),
+MOVES = {  # layouts of so many processes, with a step in each, and one in one process
+    4: [[*FSDP, "--ep=2"]],
+    2: [["--parallel=ddp", "--ep=2"], ["--ep=1", "--tp=2"], ["--tp=1", *CHUNKS], ["--pp_chunks=1"]],
 }
 
 
-@pytest.mark.parametrize("models,layouts", MOVES.values(), ids=MOVES)
-def test_a_run_moves_from_layout_to_layout(models, layouts, run, alone, many):
-    """Shards on 4 ranks, then slices, stages or experts on 2, then one process: all as on one, in float64."""
-    steps = 2 * len(layouts) + 2
-    common = [f"--max_iters={steps}", f"--lr_decay_iters={steps}", "--eval_interval=2", IN_FLOAT64]
-    resume = []
-    for number, (processes, how) in enumerate(layouts, 1):
-        how = [*resume, *how, f"--max_iters={2 * number}"]
-        folder = many(processes, *((name, [*SIZES, *flags, *common, *how]) for name, flags in models.items()))
-        resume = ["--init_from=resume"]
-    for name, flags in models.items():
-        run(*SIZES, *flags, *common, *resume, "--pp=1", "--tp=1", out=name)
-        assert len(losses(folder / name)) == steps + steps // 2 + 1
-        assert distance(losses(folder / name), alone(*flags, *common)) < 1e-9, name
+def test_a_run_moves_from_layout_to_layout(run, alone, many, tmp_path):
+    """Shards and experts on 4 ranks, then experts, slices and stages on 2, then one process: all as on one, in float64.
+    The first layer of four is dense."""
+    n = 1 + sum(len(layouts) for layouts in MOVES.values())
+    common = [*GATED, *EXPERTS, *MUON, "--n_layer=4", *HALVES, f"--max_iters={n}", f"--lr_decay_iters={n}", IN_FLOAT64]
+    stages, step, resume = [], 0, []
+    for processes, layouts in MOVES.items():
+        stages.clear()
+        for how in layouts:
+            step += 1
+            stages.append(("moved", [*SIZES, *common, *how, *resume, f"--max_iters={step}"]))
+            resume = ["--init_from=resume"]
+        many(processes, *stages)
+    moved = losses(run(*SIZES, *common, *resume, "--pp=1", out="moved"))
+    assert len(moved) == n + n + 1 and distance(moved, alone(*common)) < 1e-9
 
 
 def recorded(forward, file: Path):
@@ -632,77 +553,59 @@ def recorded(forward, file: Path):
     return call
 
 
-def train_recorded(runs: list[tuple[Path, list[str]]]):
-    forward = Model.forward
-    for file, flags in runs:
-        Model.forward = recorded(forward, file)
-        train_runs([flags])
+def train_recorded(file: Path, flags: list[str]):
+    Model.forward = recorded(Model.forward, file)
+    train_runs([flags])
 
 
-def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path, monkeypatch):
-    """A run on one process, on two, on two with larger steps, on four and on one again: together they read every window
-    of an epoch once, and each step those that come next in the order. The losses are those of one process."""
-    n, data = 96, tmp_path / "numbers"
+STAGES = [  # ranks, last step, batch_size, gradient_accumulation_steps, how
+    (1, 2, 4, 2, []),
+    (2, 4, 4, 2, []),
+    (4, 6, 1, 12, FSDP),
+    (1, 7, 12, 1, ["--parallel=ddp"]),
+]
+
+
+def test_more_ranks_and_other_batches_repeat_no_data(run, tmp_path):
+    """A run on one process, on two, on four with larger steps and on one again: together they read every window of an
+    epoch once, and each step those that come next in the order. The losses are those of one process."""
+    n, data, flags = 68, tmp_path / "numbers", []
     data.mkdir()
     for split in ("train", "val"):
         np.arange(16 * n + 1, dtype=np.uint16).tofile(data / f"{split}.bin")
     common = [f"--dataset={data}", f"--vocab_size={16 * n + 1}", "--lr_decay_iters=40", "--eval_interval=100"]
-    common.append(IN_FLOAT64)
-    stages = [  # ranks, last step, batch_size, gradient_accumulation_steps, how
-        (1, 3, 4, 2, []),
-        (2, 6, 4, 2, []),
-        (2, 7, 3, 4, []),
-        (4, 9, 1, 12, FSDP),
-        (1, 10, 12, 1, ["--parallel=ddp"]),
-    ]
-    launches, flags = [], []
-    for _, last, batch, accumulation, how in stages:
-        sizes = [f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}", f"--max_iters={last}"]
-        flags.append([*common, *sizes, *how])
-    forward = Model.forward
-    for number, ((ranks, *_), each) in enumerate(zip(stages, flags, strict=True)):
-        file, how = tmp_path / f"stage {number}", ["--init_from=resume"] * (number > 0)
-        if ranks == 1:
-            monkeypatch.setattr(Model, "forward", recorded(forward, file))
-            run(*each, *how, out="moved")
-        else:
-            launches.append((file, [*TINY, *each, *how, f"--out_dir={tmp_path / 'moved'}"]))
-            if stages[number + 1][0] != ranks:
-                launch(ranks, train_recorded, tmp_path, launches)
-                launches = []
-    monkeypatch.undo()
-
     samples, step, everything = 0, 0, []
-    for number, (ranks, last, batch, accumulation, _) in enumerate(stages):
-        files = [f"{tmp_path}/stage {number}.{rank}" for rank in range(ranks)]
-        lines = [[json.loads(line) for line in Path(file).read_text().splitlines()] for file in files]
+    for number, (ranks, last, batch, accumulation, how) in enumerate(STAGES):
+        flags.append([*common, f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}", *how])
+        flags[-1] += [f"--max_iters={last}", IN_FLOAT64, *["--init_from=resume"] * (number > 0)]
+        file = tmp_path / f"stage {number}"
+        launch(ranks, train_recorded, tmp_path, file, [*TINY, *flags[-1], f"--out_dir={tmp_path / 'moved'}"])
+        lines = [Path(f"{file}.{rank}").read_text().splitlines() for rank in range(ranks)]
         per_step = batch * accumulation
-        read = np.array(lines).reshape(ranks, last - step, per_step // ranks).swapaxes(0, 1).reshape(-1, per_step)
+        read = np.array([[json.loads(line) for line in of_rank] for of_rank in lines])
+        read = read.reshape(ranks, last - step, per_step // ranks).swapaxes(0, 1).reshape(-1, per_step)
         expected = order(np.arange(samples, samples + read.size), n, 1337).reshape(read.shape)
         assert np.array_equal(np.sort(read), np.sort(expected)), number
         samples, step, everything = samples + read.size, last, [*everything, *read.flat]
     assert sorted(everything) == list(range(n))
 
-    run(*flags[1], out="alone")
-    run(*flags[-1], "--init_from=resume", out="alone")
-    moved, expected = ([line for line in losses(tmp_path / name) if len(line) == 5] for name in ("moved", "alone"))
-    assert [line[0] for line in moved] == list(range(10)) and distance(moved, expected) < 1e-9
+    run(*flags[0], "--max_iters=4", out="alone")
+    run(*flags[-1], out="alone")
+    moved, expected = (steps_of(tmp_path / name) for name in ("moved", "alone"))
+    assert [line[0] for line in moved] == list(range(7)) and distance(moved, expected) < 1e-9
 
 
-KEPT = {"kept": (2, [*FSDP, "--fsdp_reshard=False"])}
 OF_RESUMED = dict.fromkeys(("fsdp", "cp", "pp"), ["--dropout=0.1"])
 OF_RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS], "chunks": ["--dropout=0.1", "--n_layer=4"]}
 
 MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # their parts are resumed on two ranks
 
 
-@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "kept", "tp", "cp", "pp", "ep", "chunks"]), MESHES])
+@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "tp", "cp", "pp", "ep", "chunks"]), MESHES])
 def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
     runs = {}
     for name in layouts:
-        runs[name] = [*SIZES, *HALVES, *MUON, *(LAYOUTS | KEPT)[name][1], *OF_RESUMED.get(name, ["--bias=True"])]
-        if "fsdp" not in name:
-            runs[name] += TWO
+        runs[name] = [*SIZES, *HALVES, *MUON, *LAYOUTS[name][1], *OF_RESUMED.get(name, ["--bias=True"])]
     folder = many(processes, *runs.items())
     for name in layouts:
         forget_the_end(folder / name, folder / f"{name}, again")
@@ -715,66 +618,23 @@ def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
 # What a layout costs
 
 
-def count(models: dict[str, dict], result: Path):
-    """Per name the bytes that rank 0 holds, those of all parameters, and with tp the collectives of a step."""
-    found = {}
-    originals = {name: getattr(tensor_parallel, name) for name in ("all_gather", "reduce_scatter")}
-
-    def counting(name, *args, **kwargs):
-        calls[name] += 1
-        return originals[name](*args, **kwargs)
-
-    for name in originals:
-        setattr(tensor_parallel, name, partial(counting, name))
-    for each, flags in models.items():
-        cfg = Config(**flags, device="cpu", gradient_accumulation_steps=4, batch_size=2)
-        ranks = parallel.join(cfg)
-        replica = ShardedModel(cfg, ranks)
-        replica.init_weights(cfg.seed)
-        model = replica.model
-        with torch.device("meta"):
-            n_params = Model(cfg).n_params()
-        states = optim.build(model, cfg, replica).state_tensors(model).values()
-        tensors = [*model.parameters(), *(t for t in states if t.dim())]
-        held, calls = sum(local(t).untyped_storage().nbytes() for t in tensors), Counter()
-        if cfg.tp > 1:
-            step(replica)
-        found[each] = {"held": held, "whole": 4 * n_params, "calls": calls}
-    if ranks.first:
-        result.write_text(json.dumps(found))
-
-
-@pytest.fixture
-def facts(tmp_path):
-    """facts(2, {"a": flags}) -> what `count` finds."""
-
-    def call(processes: int, models: dict[str, dict]) -> dict:
-        launch(processes, count, tmp_path, models, tmp_path / "counts.json")
-        return json.loads((tmp_path / "counts.json").read_text())
-
-    return call
-
-
-SIZE = {"n_embd": 32, "n_head": 4, "block_size": 16, "vocab_size": 257}
-
-
-def test_layers_of_a_superblock_need_half_of_the_collectives(facts):
+@pytest.mark.parametrize(
+    "flags,sums",
+    [([], 2), (["--block=simplified"], 2), (["--block=parallel"], 1), (["--block=superblock"], 1)]
+    + [(["--block=superblock", "--layer=c.own_slots"], 1)],
+)
+def test_layers_of_a_superblock_need_half_of_the_collectives(flags, sums, pretended):
     """Per layer, forward and backward: a gather and a scatter for each sum of the stream, twice."""
-    blocks = {
-        "standard": {},
-        "simplified": {"block": "simplified"},
-        "parallel": {"block": "parallel"},
-        "simplified_parallel": {"block": "simplified_parallel"},
-        "superblock": {"block": "superblock"},
-        "joint": {"block": "superblock", "layer": "c.own_slots"},
-    }
-    models = {f"{name} {n}": {**SIZE, **flags, "tp": 2, "n_layer": n} for name, flags in blocks.items() for n in (2, 3)}
-    calls = {name: each["calls"] for name, each in facts(2, models).items()}
-    for name in blocks:
-        sums = 2 if name in ("standard", "simplified") else 1
-        for collective in ("all_gather", "reduce_scatter"):
-            assert calls[f"{name} 3"][collective] - calls[f"{name} 2"][collective] == 2 * sums
-            assert calls[f"{name} 2"][collective] == 2 * 2 * sums + 2  # embedding and head
+    cfg = parse(Config, [*TINY, "--vocab_size=257", "--n_head=4", "--tp=4", *TWO, *flags])
+    ranks = join(cfg)
+    for cfg.n_layer in (2, 3):
+        rank = ShardedModel(cfg, ranks)
+        rank.init_weights(cfg.seed)
+        with Sent() as sent:
+            step(rank)
+        for name in ("_allgather_base_", "reduce_scatter_tensor"):
+            times = sum(times for (kind, *_), times in sent.seen.items() if kind == name)
+            assert times == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
 
 
 def test_context_parallel_ranks_compute_equally_many_scores(monkeypatch):
@@ -788,20 +648,22 @@ def test_context_parallel_ranks_compute_equally_many_scores(monkeypatch):
     monkeypatch.setattr("ops.attention", counting)
     for rank in range(4):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-        model = Model(Config(**SIZE, n_layer=3))
+        model = Model(parse(Config, [*TINY, "--vocab_size=257", "--n_layer=3"]))
         context_parallel.apply_context_parallel(model, dist.group.WORLD)
         model.hidden(torch.zeros(1, 4, dtype=torch.int64))
         dist.destroy_process_group()
     assert scores == dict.fromkeys(range(4), 3 * 2 * 2 * (8 + 1))  # layers, queries, keys of pieces r and 7 - r
 
 
-def test_fsdp_holds_one_share_of_parameters_and_optimizer(facts):
+@pytest.mark.parametrize("flags,tensors", [([], 3), ([*MUON, "--vocab_size=4"], 2), (["--tp=2"], 3)])
+def test_fsdp_holds_one_share_of_parameters_and_optimizer(flags, tensors, pretended):
     """AdamW's two moments beside each parameter, Muon's one; 5 % are for what does not divide."""
-    adamw = {**SIZE, "n_layer": 2, "parallel": "fsdp"}
-    models = {"adamw": adamw, "muon": {**adamw, "optimizer": "muon", "vocab_size": 4}, "with tp": {**adamw, "tp": 2}}
-    held = facts(4, models)
-    for name, tensors in (("adamw", 3), ("muon", 2), ("with tp", 3)):
-        assert held[name]["held"] == pytest.approx(held[name]["whole"] * tensors / 4, rel=0.05), name
+    cfg = parse(Config, [*TINY, *SIZES, *FSDP, "--vocab_size=257", "--n_embd=32", "--n_head=4", *flags])
+    rank = ShardedModel(cfg, join(cfg))
+    rank.init_weights(cfg.seed)
+    states = optim.build(rank.model, cfg, rank).state_tensors(rank.model).values()
+    held = [local(t).untyped_storage().nbytes() for t in (*rank.model.parameters(), *states) if t.dim()]
+    assert sum(held) == pytest.approx(Model(cfg).n_params() * tensors, rel=0.05)  # a quarter of four bytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
