@@ -21,32 +21,28 @@ from engine.parallel.owners import Part
 from engine.parallel.sharded import ShardedModel, local
 
 FSDP, STEPS = "--parallel=fsdp", 2
+TP = ["--tp=4", "--n_kv_head=4"]
 GAINS = ["--block=simplified", "--n_embd=24"]
 GATED = ["--mlp=swiglu", "--attention=gqa", "--n_kv_head=2", "--n_head=4", "--n_embd=30", "--head_dim=6"]
 LAYOUTS = {  # name -> (ranks, flags)
     "ddp": (3, []),
     "fsdp, uneven": (3, [FSDP]),
     "fsdp, empty shards": (3, [FSDP, "--n_embd=4", "--n_kv_head=1", "--n_head=2"]),
-    "fsdp": (4, [FSDP]),
-    "hsdp": (4, [FSDP, "--dp_replicate=2"]),
     "copies only": (4, [FSDP, "--dp_replicate=4"]),
-    "tp x fsdp": (4, [FSDP, "--tp=2"]),
     "tp x ddp": (4, ["--tp=2"]),
-    "tp": (4, ["--tp=4", "--n_kv_head=4"]),
+    "tp": (4, TP),
     "tp x cp": (4, ["--tp=2", "--cp=2"]),
     "fsdp x cp": (4, [FSDP, "--cp=2"]),
-    "pp x fsdp": (4, [FSDP, "--pp=2"]),
-    "pp x ddp": (4, ["--pp=2"]),
-    "superblock, tp x fsdp": (4, [FSDP, "--tp=2", "--block=superblock", "--pos=rope"]),
+    "pp x ddp": (4, ["--pp=2", "--n_layer=3"]),
     "chunks x fsdp": (4, [FSDP, "--pp=2", "--pp_chunks=2", "--n_layer=5"]),
-    "tp x hsdp": (8, [FSDP, "--tp=2", "--dp_replicate=2"]),
-    "pp x hsdp": (8, [FSDP, "--pp=2", "--dp_replicate=2"]),
+    "superblock, tp x hsdp": (8, [FSDP, "--tp=2", "--dp_replicate=2", "--block=superblock", "--pos=rope"]),
 }
+RUNS = [(name, "float64") for name in LAYOUTS] + [(name, "bfloat16") for name in ("tp", "fsdp x cp", "chunks x fsdp")]
 
 
 def config(flags: list[str], dtype: str = "float32") -> Config:
     """The flags of a run; with float64, in which Newton-Schulz is computed too, tensors are made in it."""
-    common = [*TINY, *GATED, "--vocab_size=32", "--optimizer=muon", "--gradient_accumulation_steps=24", "--n_layer=3"]
+    common = [*TINY, *GATED, "--vocab_size=32", "--optimizer=muon", "--gradient_accumulation_steps=24"]
     cfg = parse(Config, [*common, *flags])
     cfg.dtype = dtype
     torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
@@ -72,8 +68,8 @@ def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, tuple], int]:
     return {key: tuple(part) for key, part in (parameters | states).items()}, multiplied.get_total_flops()
 
 
-def update_on_ranks(layouts: dict[str, list[str]], dtype: str, folder: Path):
-    """A file per layout and rank: its parts of tensors, and counts of a step."""
+def update_on_ranks(runs: list[tuple[str, str]], folder: Path):
+    """A file per layout, dtype and rank: its parts of tensors, and counts of a step."""
     all_to_all = dist.all_to_all_single
     sent = Counter()
 
@@ -82,13 +78,13 @@ def update_on_ranks(layouts: dict[str, list[str]], dtype: str, folder: Path):
         return all_to_all(out, x, out_splits, splits, group=group, **kwargs)
 
     dist.all_to_all_single = counted
-    for name, flags in layouts.items():
-        cfg = config(flags, dtype)
+    for name, dtype in runs:
+        cfg = config(LAYOUTS[name][1], dtype)
         sharded = ShardedModel(cfg, parallel.join(cfg))
         sent.clear()
         parts, flops = updated(cfg, sharded)
         found = parts, flops, sent["messages"] / STEPS, sharded.unequal_copies()
-        torch.save(found, folder / f"{name} {dist.get_rank()}")
+        torch.save(found, folder / f"{name} {dtype} {dist.get_rank()}")
 
 
 def alone(flags: list[str], dtype: str) -> tuple[dict[str, tuple], int]:
@@ -99,26 +95,18 @@ def alone(flags: list[str], dtype: str) -> tuple[dict[str, tuple], int]:
     return updated(cfg, ShardedModel(cfg, ranks))
 
 
-EVERY, FEW = slice(None), slice(1, None, 4)  # of the layouts of so many ranks; few are copies only, tp, pp x ddp
-RUNS = [
-    (3, "float64", EVERY), (8, "float64", EVERY), (4, "float64", EVERY),
-    (4, "bfloat16", FEW), pytest.param(4, "bfloat16", EVERY, marks=pytest.mark.slow),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("size, dtype, part", RUNS)
-def test_updates_are_those_of_one_process(size, dtype, part, tmp_path):
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_updates_are_those_of_one_process(size, tmp_path):
     """Parameters, momentum and AdamW's state after two steps, to 1e-9; with numbers that travel and are multiplied in
     bfloat16, to a few of its roundings. Each rank sends twice, and all ranks multiply as much as one process."""
-    layouts = {name: flags for name, (ranks, flags) in LAYOUTS.items() if ranks == size}
-    layouts = dict([*layouts.items()][part])
-    launch(size, update_on_ranks, tmp_path, layouts, dtype, tmp_path)
-    for name, flags in layouts.items():
-        expected, flops = alone(flags, dtype)
+    runs = [(name, dtype) for name, dtype in RUNS if LAYOUTS[name][0] == size]
+    launch(size, update_on_ranks, tmp_path, runs, tmp_path)
+    for name, dtype in runs:
+        expected, flops = alone(LAYOUTS[name][1], dtype)
         torch.set_default_dtype(torch.float32)
         seen = set()
         for rank in range(size):
-            parts, multiplied, messages, unequal = torch.load(tmp_path / f"{name} {rank}")
+            parts, multiplied, messages, unequal = torch.load(tmp_path / f"{name} {dtype} {rank}")
             assert unequal == "" and messages == 2, name
             flops -= multiplied
             for key, found in parts.items():
@@ -143,42 +131,46 @@ def nudge(p: torch.nn.Parameter):
         local(p).view(-1)[:1] = first.nextafter(first + 1)
 
 
-def plant(cases: list[tuple[list[str], int, str]], folder: Path):
-    """Per case (flags, rank, a parameter's name) what unequal_copies says before and after this rank changes it."""
+def plant(cases: list[tuple[list[str], dict]], folder: Path):
+    """Per case, flags and {(rank, a parameter's name): ...}, what unequal_copies says before and after each of these
+    ranks changes its parameter."""
     said = []
-    for flags, rank, name in cases:
+    for flags, changes in cases:
         cfg = config(flags)
         sharded = ShardedModel(cfg, parallel.join(cfg))
         sharded.init_weights(cfg.seed)
-        said.append(sharded.unequal_copies())
-        if dist.get_rank() == rank:
-            nudge(sharded.model.get_parameter(name))
-        said.append(sharded.unequal_copies())
+        said.append([sharded.unequal_copies()])
+        for rank, name in changes:
+            if dist.get_rank() == rank:
+                nudge(sharded.model.get_parameter(name))
+            said[-1].append(sharded.unequal_copies())
     (folder / f"said {dist.get_rank()}").write_text(json.dumps(said))
 
 
 def test_ranks_whose_copies_differ_are_named(tmp_path):
     """Copies of DDP, HSDP and DDP with tp or pp, parameters that tp does not cut, gains under FSDP; shards
     and slices have no copies."""
+    up, router = "blocks.0.sums.1.experts.up.weight", "blocks.0.sums.1.experts.router.weight"
+    of_fsdp = {(1, "wte.weight"): [], (3, "blocks.0.sums.1.mlp.up.weight"): []}
+    of_fsdp |= {(3, "blocks.0.sums.0.attn.alpha"): [(3, n) for n in (0, 1, 2)]}
     cases = [  # flags, the rank that changes a parameter, its name, who is said to differ from whom
-        ([], 2, "blocks.1.sums.1.mlp.up.weight", {(2, other) for other in (0, 1, 3)}),
-        ([FSDP], 1, "wte.weight", set()),
-        ([FSDP, "--dp_replicate=2"], 1, "wte.weight", {(1, 3), (3, 1)}),
-        (["--tp=2"], 2, "wte.weight", {(0, 2), (2, 0)}),
-        (["--tp=4", "--n_kv_head=4"], 3, "wte.weight", set()),
-        (["--tp=4", "--n_kv_head=4"], 1, "blocks.0.sums.0.before.weight", {(1, other) for other in (0, 2, 3)}),
-        ([FSDP, *GAINS], 3, "blocks.0.sums.0.attn.alpha", {(3, other) for other in (0, 1, 2)}),
-        (["--pp=2"], 2, "blocks.2.sums.0.attn.qkv.weight", {(2, 3), (3, 2)}),
-        (EXPERTS, 1, "blocks.0.sums.1.experts.up.weight", {(1, 3), (3, 1)}),
-        (EXPERTS, 3, "blocks.0.sums.1.experts.router.weight", {(3, other) for other in (0, 1, 2)}),
-        ([FSDP, *EXPERTS], 3, "blocks.0.sums.1.experts.up.weight", set()),
+        ([], {(2, "blocks.1.sums.1.mlp.up.weight"): [(2, n) for n in (0, 1, 3)]}),
+        ([FSDP, *GAINS, *EXPERTS], of_fsdp),
+        ([FSDP, "--dp_replicate=2"], {(1, "wte.weight"): [(1, 3), (3, 1)]}),
+        (["--tp=2"], {(2, "wte.weight"): [(0, 2), (2, 0)]}),
+        (TP, {(3, "wte.weight"): [], (1, "blocks.0.sums.0.before.weight"): [(1, n) for n in (0, 2, 3)]}),
+        (["--pp=2"], {(2, "blocks.1.sums.0.attn.qkv.weight"): [(2, 3), (3, 2)]}),
+        (EXPERTS, {(1, up): [(1, 3), (3, 1)]}),
+        (EXPERTS, {(3, router): [(3, n) for n in (0, 1, 2)]}),
     ]
-    launch(4, plant, tmp_path, [case[:3] for case in cases], tmp_path)
+    launch(4, plant, tmp_path, cases, tmp_path)
     said = [json.loads((tmp_path / f"said {rank}").read_text()) for rank in range(4)]
     assert said[0] == said[1] == said[2] == said[3]
-    for (*case, expected), before, after in zip(cases, said[0][::2], said[0][1::2], strict=True):
-        named = {f"those of rank {a} from those of rank {b}" for a, b in expected} or {""}
-        assert before == "" and after.partition(": ")[2].partition(";")[0] in named, (case, after)
+    for (flags, changes), (before, *after) in zip(cases, said[0], strict=True):
+        assert before == ""
+        for (change, expected), line in zip(changes.items(), after, strict=True):
+            named = {f"those of rank {a} from those of rank {b}" for a, b in expected} or {""}
+            assert line.partition(": ")[2].partition(";")[0] in named, (flags, change, line)
 
 
 def train_with_a_difference(flags: list[str]):
