@@ -12,14 +12,13 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY, refused, tensors_in
+from helpers import TINY, edit_state, refused, tensors_in
 from ranks import exit_codes
 from safetensors.torch import load_file
 
@@ -83,6 +82,13 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def holds(path, tensors):
+    """Whether the checkpoint, or a run's latest one, has these tensors."""
+    loaded = zeros(tensors)
+    load(checkpoint.find(path), loaded)
+    return same(loaded, tensors)
+
+
 def message(kind, call, *args, **kwargs):
     """The one line that the call must raise."""
     with pytest.raises(kind) as error:
@@ -108,23 +114,13 @@ def train_on_full_disk(flags, size=20_000):
         train.main(flags)
 
 
-def digests(path):
-    """{(name, offsets): SHA-256}, as index.json has them."""
-    index = json.loads((path / "index.json").read_text())
-    return {(n, tuple(piece["offsets"])): piece["sha256"] for n, entry in index.items() for piece in entry["pieces"]}
-
-
-def edit_state(path, **changes):
-    file = path / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def edit_index(path, edit):
     """As somebody does who wants it to be taken for whole."""
     index = json.loads((path / "index.json").read_text())
     edit(index)
-    (path / "index.json").write_text(json.dumps(index))
-    edit_state(path, index_sha256=hashlib.sha256((path / "index.json").read_bytes()).hexdigest())
+    text = json.dumps(index)
+    (path / "index.json").write_text(text)
+    edit_state(path, index_sha256=hashlib.sha256(text.encode()).hexdigest())
 
 
 def names(out_dir):
@@ -212,10 +208,8 @@ def test_damage_is_found_or_harmless(tmp_path, name):
     for at in range(0, len(whole), len(whole) // 50):
         for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :]):
             file.write_bytes(damaged)
-            loaded = zeros(saved)
             try:
-                load(path, loaded)
-                assert same(loaded, saved)  # a byte that means nothing, such as padding
+                assert holds(path, saved)  # a byte that means nothing, such as padding
             except ValueError as error:
                 assert str(path) in str(error) and "\n" not in str(error)
                 assert name == "index.json" or f"is damaged: {name}" in str(error) or "index.json" in str(error)
@@ -232,10 +226,11 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
         other = message(OSError, save, tmp_path, 2, {"w": torch.ones(100_000)})
     assert step_name(2) in text and "--out_dir" in text and text == other
     assert f"{step_name(2)}: File too large; " in text  # of the system, and no "unexpected pos" of torch's
-    assert names(tmp_path) == ["latest", step_name(1)]
-    loaded = zeros(tensors)
-    load(checkpoint.find(tmp_path), loaded)
-    assert same(loaded, tensors)
+    assert names(tmp_path) == ["latest", step_name(1)] and holds(tmp_path, tensors)
+    checkpoint.find(tmp_path).rename(tmp_path / f"{step_name(1)}.old")  # as a kill leaves it between two renames
+    with full_disk():
+        message(OSError, save, tmp_path, 2, tensors)
+    assert holds(tmp_path, tensors)
     (tmp_path / "file").write_text("")
     assert "file" in message(OSError, save, tmp_path / "file", 1, tensors)
 
@@ -266,9 +261,7 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     assert (tmp_path / "later" / step_name(2)).exists()
     later.wait()
     assert memory == [copy.data_ptr() for copy in later.copies.values()]
-    loaded = zeros(tensors)
-    load(checkpoint.find(tmp_path / "later"), loaded)
-    assert same(loaded, tensors)
+    assert holds(tmp_path / "later", tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,8 +297,7 @@ def killed_before(operation, action):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("step", [3, 4])  # 3 is there already, and is latest and best: it is replaced
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("step,asynchronous", [(3, False), (4, True)])  # 3 is there, latest and best: it is replaced
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchronous, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
 
@@ -338,16 +330,6 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchr
     assert kept[0] == [3, 3] and kept[-1] == [9, 9] and kept == sorted(kept)  # once the new one is there, it stays
 
 
-def test_a_kill_during_replacement_and_a_full_disk_after_it(tmp_path, tensors):
-    path = save(tmp_path, 1, tensors)
-    path.rename(tmp_path / f"{path.name}.old")  # what a kill between the two renames leaves
-    with full_disk():
-        message(OSError, save, tmp_path, 2, tensors)
-    loaded = zeros(tensors)
-    load(checkpoint.find(tmp_path), loaded)
-    assert same(loaded, tensors)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks
 
@@ -367,13 +349,10 @@ def on_ranks(size, work, tmp_path):
     ranks = [context.Process(target=run, args=(rank,)) for rank in range(size)]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + 60
     for process in ranks:
-        process.join(timeout=max(0, deadline - time.monotonic()))
-    hanging = [process for process in ranks if process.is_alive()]
-    for process in hanging:
+        process.join(timeout=60)
         process.kill()
-    assert not hanging and [process.exitcode for process in ranks] == [0] * size
+    assert [process.exitcode for process in ranks] == [0] * size
     (tmp_path / "store").unlink(missing_ok=True)
     return [result for _, result in sorted(results.get() for _ in ranks)]
 
@@ -421,29 +400,35 @@ def part(whole, layout, rank):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
-    tensors = {f"model.{i}": torch.arange(5000.0) + i for i in range(4)}
-    first = save(tmp_path / "run", 1, tensors)
+    whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
 
-    def work(rank):
+    def write(rank):
+        tensors = {"w": part(whole, [(0, 2)], rank), f"rng.{rank}": torch.ones(3)}
+        save(tmp_path, 1, tensors)
         with full_disk() if rank == 1 else contextlib.nullcontext():
-            saving = message(OSError, save, tmp_path / "run", 2, tensors)
-        absent = {"model.9": torch.zeros(1)} if rank == 1 else {}
-        return saving, message(ValueError, load, first, tensors | absent)
+            return message(OSError, save, tmp_path, 2, tensors)
 
-    for saving, loading in on_ranks(2, work, tmp_path):
-        assert step_name(2) in saving
-        assert "model.9 is absent" in loading
-    assert names(tmp_path / "run") == ["latest", step_name(1)]
-    loaded = zeros(tensors)
-    load(checkpoint.find(tmp_path / "run"), loaded)
-    assert same(loaded, tensors)
+    def read(rank):
+        mine, absent = {"w": part(0 * whole, [(0, 2)], rank)}, {"absent": torch.zeros(1)} if rank == 1 else {}
+        return [message(ValueError, load, path, tensors) for tensors in (mine, absent)]
+
+    assert all(step_name(2) in said for said in on_ranks(2, write, tmp_path))
+    assert names(tmp_path) == ["latest", step_name(1)] and holds(tmp_path, {"w": whole})
+    pieces = {tuple(piece.offsets): piece.sha256 for piece in index_of(path)["w"].pieces}
+    assert pieces == {(500 * i, 0): hashlib.sha256(half.numpy()).hexdigest() for i, half in enumerate(whole.split(500))}
+    data = bytearray((path / "rank_1.safetensors").read_bytes())
+    data[data.index(whole[900].numpy().tobytes())] ^= 1
+    (path / "rank_1.safetensors").write_bytes(data)
+    [changed, absent], others = on_ranks(2, read, tmp_path)
+    assert [changed, absent] == others and "absent is absent" in absent
+    assert "rank_1.safetensors: w: its bytes are not those that were saved" in changed
+    load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_two_ranks_end_together_when_the_disk_is_full(tiny_data, tmp_path, asynchronous):
+def test_two_ranks_end_together_when_the_disk_is_full(tiny_data, tmp_path):
     """And the first rank alone says so."""
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--save_interval=3", "--max_iters=4"]
-    assert exit_codes(2, train_on_full_disk, tmp_path, [*flags, f"--async_checkpoint={asynchronous}"]) == [2, 2]
+    assert exit_codes(2, train_on_full_disk, tmp_path, [*flags, "--async_checkpoint=True"]) == [2, 2]
     said = "".join((tmp_path / f"rank {rank}").read_text() for rank in range(2))
     lines = [line for line in said.splitlines() if "error: " in line]
     assert len(lines) == 1 and "step_00000003: File too large; " in lines[0] and "Traceback" not in said, said
@@ -462,7 +447,6 @@ LAYOUTS = {  # name -> how four ranks share it; tensor parallel outside of FSDP,
     "copies_rows": [(None, 2), (0, 2)],
     "rows_copies": [(0, 2), (None, 2)],
     "copies_copies": [(None, 2), (None, 2)],
-    "rows_copies_rows": [(0, 2), (None, 1), (0, 2)],
     "columns_copies_rows": [(1, 2), (None, 2), (0, 1)],
     "rows": [(0, 4)],
     "columns": [(1, 4)],
@@ -509,9 +493,7 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
 
     on_ranks(4, write, tmp_path)
     expected = wholes | {f"rng.{rank}": torch.full((2,), rank) for rank in range(4)}
-    loaded = zeros(expected)
-    load(path, loaded)
-    assert same(loaded, expected)
+    assert holds(path, expected)
     index = index_of(path)
     for name, pieces in [("plain", 1), ("copies_copies.9", 1), ("rows_copies.9", 2), ("rows_rows.9", 4), ("rng.3", 1)]:
         assert len(index[name].pieces) == pieces  # what several ranks have is written once
@@ -523,58 +505,56 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
 # What a checkpoint says of itself
 
 
-@pytest.mark.parametrize(
-    "key,values",
-    {
-        "step": [-5, True, 2**43, 2**70, "10", 10.0, None],
-        "samples": [-8, True, 2**63, 80.0, "80", None],
-        "skipped": [-1, False, None],
-        "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
-        "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
-        "ranks": [-1, True, 1.0],
-        "flags": [None, [], "x"],
-        "scaler": [None, [], {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"_growth_tracker": -1}],
-        "tokenizer": [3, "x", []],
-        "tokenizer_hash": [7, False],
-        "index_sha256": [None, 5],
-        "data": [
-            None,
-            [],
-            {"since": 1},
-            DATA | {"read": [1.0]},
-            DATA | {"val": 3},
-            DATA | {"read": [1] * 9},
-            DATA | {"more": 1},
-        ],
-        "format": [True, "2", 2.0, None],
-    }.items(),
-)
-def test_a_state_that_cannot_be_is_refused(tmp_path, key, values):
+IMPOSSIBLE = {  # key of state.json -> values that no run saves
+    "step": [-5, True, 2**43, 2**70, "10", 10.0, None],
+    "samples": [-8, True, 2**63, 80.0, "80", None],
+    "skipped": [-1, False, None],
+    "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
+    "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
+    "ranks": [-1, True, 1.0],
+    "flags": [None, [], "x"],
+    "scaler": [None, [], {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"_growth_tracker": -1}],
+    "tokenizer": [3, "x", []],
+    "tokenizer_hash": [7, False],
+    "index_sha256": [None, 5],
+    "data": [
+        None,
+        [],
+        {"since": 1},
+        DATA | {"read": [1.0]},
+        DATA | {"read": [1] * 9},
+        DATA | {"val": 3},
+        DATA | {"x": 1},
+    ],
+    "format": [True, "2", 2.0, None],
+}
+
+
+def test_a_state_that_cannot_be_is_refused(tmp_path):
     path = save(tmp_path, 10, {"w": torch.ones(2)})
-    good = (path / "state.json").read_text()
+    file = path / "state.json"
+    good = file.read_text()
     for allowed in ({"best_val_loss": None}, {"scaler": SCALER}, {"tokenizer": {}}, {"norms": []}, {"data": DATA}):
         edit_state(path, **allowed)
         assert checkpoint.read_state(path).items() >= allowed.items()
-    for value in values:
-        (path / "state.json").write_text(good)
-        edit_state(path, **{key: value})
-        text = message(ValueError, checkpoint.read_state, path)
-        assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r:.50}")
-        assert text.count("; ") == 1 and "delete" not in text
-    state = json.loads(good)
-    del state[key]
-    for text in (
-        json.dumps(state if key != "data" else []),
-        "[]",
-        "{}",
-        '{"format": 4',
-        '{"format": "3", "step": 1}',
-        "[" * 100_000,
-    ):
-        (path / "state.json").write_text(text)
+    for key, values in IMPOSSIBLE.items():
+        for value in values:
+            file.write_text(good)
+            edit_state(path, **{key: value})
+            text = message(ValueError, checkpoint.read_state, path)
+            assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r:.50}")
+            assert text.count("; ") == 1 and "delete" not in text
+    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in IMPOSSIBLE if key != "data"]
+    for text in (*texts, "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
+        file.write_text(text)
         assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
-    (path / "state.json").unlink()
+    file.unlink()
     assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
+    for found in (3, 5):
+        file.write_text(good)
+        edit_state(path, format=found)
+        text = message(ValueError, checkpoint.read_state, path)
+        assert f"{path} has format {found}, and this program reads format 4; use the version" in text
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
@@ -584,19 +564,17 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
         assert f"model.w in checkpoint {path} has numbers that are not finite; use an earlier" in text
 
 
-def test_random_states_of_garbage_are_refused(trained, tiny_data, tmp_path, capsys):
+def test_a_start_refuses_random_states_of_garbage_and_says_once_that_latest_is_gone(
+    trained, tiny_data, tmp_path, capsys, in_this_process
+):
     out = shutil.copytree(trained, tmp_path / "out")
-    tensors = tensors_in(out)
-    tensors["rng.0.cpu"].fill_(255)
-    save(out, 2, tensors, checkpoint.read_state(checkpoint.find(out)))
     flags = [f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"]
+    state, tensors = checkpoint.read_state(checkpoint.find(out)), tensors_in(out)
+    save(out, 2, tensors | {"rng.0.cpu": torch.full_like(tensors["rng.0.cpu"], 255)}, state)
     assert "is damaged: the state of random numbers: RuntimeError" in refused(train.main, flags, capsys)
-
-
-def test_a_start_says_once_that_latest_is_gone(trained, tiny_data, tmp_path, capsys, in_this_process):
-    out = shutil.copytree(trained, tmp_path / "out")
+    save(out, 2, tensors, state)
     (out / "latest").unlink()
-    train.main([f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"])
+    train.main(flags)
     assert capsys.readouterr().err.count(f"{out}/latest names no checkpoint, the newest one is") == 1
 
 
@@ -617,27 +595,6 @@ def test_files_of_another_step_are_refused(tmp_path):
     loaded = {"v": torch.zeros(3)}
     load(one, loaded)  # a rank verifies what it reads, and this is the same in both
     assert loaded["v"].tolist() == [1, 1, 1]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_all_ranks_refuse_a_piece_that_one_of_them_reads_changed(tmp_path):
-    whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
-
-    def write(rank):
-        save(tmp_path, 1, {"w": part(whole, [(0, 2)], rank), f"rng.{rank}": torch.ones(3)})
-
-    def read(rank):
-        return message(ValueError, load, path, {"w": part(0 * whole, [(0, 2)], rank)})
-
-    on_ranks(2, write, tmp_path)
-    halves = {("w", (500 * i, 0)): hashlib.sha256(half.numpy()).hexdigest() for i, half in enumerate(whole.split(500))}
-    assert digests(path).items() > halves.items()
-    data = bytearray((path / "rank_1.safetensors").read_bytes())
-    data[data.index(whole[900].numpy().tobytes())] ^= 1
-    (path / "rank_1.safetensors").write_bytes(data)
-    errors = on_ranks(2, read, tmp_path)
-    assert errors[0] == errors[1] and "rank_1.safetensors: w: its bytes are not those that were saved" in errors[0]
-    load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
 
 
 def test_damage_is_no_reason_to_delete(tmp_path):
@@ -664,26 +621,6 @@ def value_of(path, state):
     load(path, loaded)
     assert loaded["w"].tolist() == [state["samples"]] * 50
     return state["samples"]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_reading_while_a_run_saves_and_prunes(tmp_path, capsys):
-    put(tmp_path, 1)
-    writer = os.fork()
-    if writer == 0:
-        os.fsync = lambda handle: None
-        for step in itertools.count(2):
-            put(tmp_path, step if step % 5 else step - 1, keep_last=1)  # some are replaced
-            time.sleep(0.002)
-    try:
-        steps, end = [0], time.monotonic() + 1
-        while (time.monotonic() < end or len(steps) < 20 or steps[-1] <= 20) and time.monotonic() < end + 600:
-            steps.append(checkpoint.read(tmp_path, value_of))
-    finally:
-        os.kill(writer, signal.SIGKILL)
-        os.waitpid(writer, 0)
-    assert steps == sorted(steps) and steps[-1] > 20
-    assert "names no checkpoint" not in capsys.readouterr().err
 
 
 def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):
@@ -758,8 +695,7 @@ def test_ranks_follow_a_run_together(tmp_path):
     assert on_ranks(2, work, tmp_path) == [4, 4]
 
 
-@pytest.mark.parametrize("command", ["sample", "evaluation"])
-def test_commands_follow_a_run(run, monkeypatch, capsys, command):
+def test_a_command_follows_a_run(run, monkeypatch, capsys):
     out = run("--max_iters=3", "--eval_interval=3", "--save_interval=1", "--keep_last=3")
     (out / "best").unlink()
     (out / "latest").write_text(step_name(2))
@@ -767,27 +703,15 @@ def test_commands_follow_a_run(run, monkeypatch, capsys, command):
 
     def load(path, *args):
         if not pruned:
-            pruned.append(path)
+            pruned.append(path.name)
             (out / "latest").write_text(step_name(3))
             shutil.rmtree(path)
         return real(path, *args)
 
     monkeypatch.setattr(checkpoint, "load", load)
-    if command == "sample":
-        sample.main([f"--out_dir={out}", "--device=cpu", "--max_new_tokens=2", "--num_samples=1"])
-    else:
-        run("--init_from=resume", "--eval_only=True")
-    assert [path.name for path in pruned] == [step_name(2)]
+    sample.main([f"--out_dir={out}", "--device=cpu", "--max_new_tokens=2", "--num_samples=1"])
     captured = capsys.readouterr()
-    assert "damaged" not in captured.err and ("step 3" in captured.out or step_name(3) in captured.out + captured.err)
-
-
-@pytest.mark.parametrize("found", [3, 5])
-def test_another_format_is_refused_in_one_line(found, tmp_path, tensors):
-    path = save(tmp_path, 10, tensors)
-    edit_state(path, format=found)
-    text = message(ValueError, checkpoint.read_state, path)
-    assert f"{path} has format {found}, and this program reads format 4; use the version" in text
+    assert pruned == [step_name(2)] and "damaged" not in captured.err and "step 3" in captured.out + captured.err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -73,20 +73,21 @@ def test_a_run_that_starts_keeps_others_out(run, tiny_data, tmp_path, monkeypatc
     assert losses(folder) == losses(run("--max_iters=6", out="alone"))
 
 
-def test_what_is_made_for_the_lock_goes_again(tmp_path, tiny_data, capsys):
+def test_names_that_are_no_folders_and_what_is_made_for_the_lock(tmp_path, tiny_data, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for out in ("mine", "new/deep"):
         refused(train.main, [*TINY, "--dataset=/no/such/place", f"--out_dir={tmp_path / out}"], capsys)
-    assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
-
-
-def test_names_that_are_no_folders(tiny_data, capsys):
+    for flag in ("--out_dir=s3://bucket/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run"):
+        line = refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
+        assert f"{flag.partition('=')[2]}' (command line): an address" in line
     refused(train.main, [*TINY, f"--dataset={tiny_data}", "--out_dir=a\0b"], capsys)
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
         refused(sample.main, [f"--out_dir={where}"], capsys)
+    assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
 
 
-def test_one_holder_at_a_time(tmp_path):
+def test_one_holder_at_a_time(tmp_path, monkeypatch):
     """Threads that take a lock whose file and folder each holder removes."""
     inside, most, taken = [], [], []
 
@@ -99,13 +100,13 @@ def test_one_holder_at_a_time(tmp_path):
                 inside.pop()
                 taken.append(1)
 
-    time_of_name, time.sleep = time.sleep, lambda seconds: time_of_name(min(seconds, 0.001))
-    try:
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    finally:
-        time.sleep = time_of_name
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.001)))
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert max(most) == 1 and len(taken) > 50
 
 
@@ -237,17 +238,8 @@ def test_a_checkpoint_needs_no_more_memory_than_it_has(tmp_path):
     assert os.waitpid(process, 0)[1] == 0
 
 
-@pytest.mark.parametrize(
-    "flag", ["--out_dir=s3://bucket/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run"]
-)
-def test_an_address_is_no_path(flag, tiny_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    line = refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
-    assert f"{flag.partition('=')[2]}' (command line): an address" in line and not os.listdir(tmp_path)
-
-
-def race(pairs: int, folder: Path, flags: list[str]):
-    """Starts train.py twice, `pairs` times, and prints the process ids and exit codes of each pair."""
+def race(folder: Path, flags: list[str]):
+    """Starts train.py twice, for each pair of runs, and prints the process ids and exit codes of the pair."""
     rng = random.Random(0)
 
     def start(name: str, delay: float, flags: list[str]) -> int:
@@ -263,10 +255,10 @@ def race(pairs: int, folder: Path, flags: list[str]):
             os._exit(stop.code)
         os._exit(0)
 
-    for pair in range(pairs):
-        how, late = pair % 2, rng.uniform(0.1, 1) if pair // 2 % 2 else 0
+    for pair in range(10):
+        late = rng.uniform(0.1, 1) if pair // 2 % 2 else 0
         mine = [*flags, f"--out_dir={folder}/out{pair}"]
-        if how:
+        if pair % 2:
             os.waitpid(start(f"before{pair}", 0, [*mine, "--max_iters=6", "--lr_decay_iters=400"]), 0)
             mine.append("--init_from=resume")
         pids = [start(f"{pair}.{i}", i * late, mine) for i in range(2)]
@@ -274,13 +266,13 @@ def race(pairs: int, folder: Path, flags: list[str]):
         print(pair, *pids, *codes, flush=True)
 
 
-@pytest.mark.parametrize("pairs", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path, pairs):
+@pytest.mark.slow
+def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path):
     """Two at once or one a little later, both fresh or both resumed, while a checkpoint is written every 3 steps."""
-    flags = [f"--max_iters={40 if pairs == 2 else 250}", "--lr_decay_iters=400", "--save_interval=3"]
-    launch(1, race, tmp_path, pairs, tmp_path, [*TINY, f"--dataset={tiny_data}", *flags])
+    flags = ["--max_iters=250", "--lr_decay_iters=400", "--save_interval=3"]
+    launch(1, race, tmp_path, tmp_path, [*TINY, f"--dataset={tiny_data}", *flags])
     printed = (tmp_path / "rank 0").read_text().splitlines()
-    assert len(printed) == pairs, printed
+    assert len(printed) == 10, printed
     whole = steps_of(run(*flags, out="whole"))
     for line in printed:
         pair, *pids, first, second = map(int, line.split())
