@@ -44,10 +44,6 @@ def raising(error: Exception) -> Callable:
     return function
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The decision
-
-
 @pytest.mark.parametrize("works", [True, False])
 @pytest.mark.parametrize("flag", ["auto", True, False])
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])
@@ -108,10 +104,6 @@ def test_all_ranks_do_the_same(tmp_path):
     assert COMPILING not in other and FAILS not in other
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Without a compiler
-
-
 def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, monkeypatch, capsys):
     """It says so in a line and has the losses of compile=False. Where compile=True was a flag, it stays the flag."""
     eager = steps_of(run(*SHORT, "--max_iters=3", out="eager"))
@@ -153,10 +145,6 @@ def test_a_folder_with_a_blank_is_the_cause(cache, tmp_path, monkeypatch, capsys
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         with pytest.raises(ValueError, match="^.* has a blank or a quote,.* TORCHINDUCTOR_CACHE_DIR and TMPDIR"):
             try_compiler(ALONE.device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The graphs
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -252,10 +240,6 @@ def graphs_under_ddp():
 def test_ddp_does_not_cut_a_block(tmp_path):
     launch(2, graphs_under_ddp, tmp_path)
     assert "graphs: 1\n" in (tmp_path / "rank 0").read_text()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder of the kernels
 
 
 @pytest.fixture

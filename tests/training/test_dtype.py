@@ -19,11 +19,7 @@ from ops import wide_stream
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 SHORT = [flag for flag in TINY if not flag.startswith(("--dtype=", "--compile="))]  # both are auto
-SHORT += ["--max_iters=4", "--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=8"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The instructions
+SHORT += ["--max_iters=2", "--eval_interval=2", "--warmup_iters=1", "--lr_decay_iters=4"]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +58,6 @@ def test_only_auto_on_a_cpu_asks_for_them(monkeypatch, trained, capsys):
     sample.main([f"--out_dir={trained}", "--max_new_tokens=3", "--device=cpu"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
-
-
 @pytest.fixture
 def go(run, tiny_data, tmp_path, monkeypatch):
     """go(fast, *flags) trains in a folder; fast: whether the CPU has instructions for bfloat16, None if nobody asks."""
@@ -98,11 +90,11 @@ def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
     """Also on another CPU, and digit for digit, Muon included; the losses are those of the explicit flag."""
     muon = "--optimizer=muon"
     assert go(fast, muon) == (name, False)
-    assert go(None, "--init_from=resume", "--max_iters=8") == (name, False)
-    assert go(fast, muon, "--max_iters=8", out="whole") == (name, False)
-    assert go(None, muon, "--max_iters=8", f"--dtype={name}", "--compile=False", out="named") == (name, False)
+    assert go(None, "--init_from=resume", "--max_iters=4") == (name, False)
+    assert go(fast, muon, "--max_iters=4", out="whole") == (name, False)
+    assert go(None, muon, "--max_iters=4", f"--dtype={name}", "--compile=False", out="named") == (name, False)
     resumed, whole, named = (figures(tmp_path / out) for out in ("out", "whole", "named"))
-    assert resumed == whole == named and len(whole) == 11
+    assert resumed == whole == named and len(whole) == 7
 
 
 def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
@@ -111,7 +103,7 @@ def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
     choices = [("auto", CUDA, bf16), ("auto", CUDA, fp16), ("auto", CPU, bf16), (True, CUDA, bf16), (False, CPU, bf16)]
     assert [wide_stream(*choice) for choice in choices] == [False, True, True, True, False]
     flags = []
-    for how in ([], ["--init_from=resume", "--max_iters=5"]):
+    for how in ([], ["--init_from=resume", "--max_iters=3"]):
         go(None if how else True, *how)
         stored_flags = state_of(tmp_path / "out")["flags"]
         flags.append(stored_flags["fp32_residual"])
@@ -128,21 +120,21 @@ def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys)
         flags = [*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", *more]
         line = refused(train.main, flags, capsys)
         assert "dtype=float16 needs a GPU for its scaler, and the device is cpu; use float32" in line
-    assert go(True, "--init_from=resume", "--max_iters=5", "--dtype=auto") == ("bfloat16", False)
+    assert go(True, "--init_from=resume", "--max_iters=3", "--dtype=auto") == ("bfloat16", False)
 
 
 def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
     """torchrun starts the same command again, which says dtype=auto; one that names another dtype is another run."""
-    go(True, "--save_interval=2")
+    go(True, "--save_interval=1")
     before = losses(tmp_path / "out")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    (tmp_path / "out" / "latest").write_text("step_00000002\n")
+    (tmp_path / "out" / "latest").write_text("step_00000001\n")
     capsys.readouterr()
-    assert go(None, "--save_interval=2") == ("bfloat16", False)
+    assert go(None, "--save_interval=1") == ("bfloat16", False)
     assert "1 x cpu, bfloat16;" in capsys.readouterr().out
     assert losses(tmp_path / "out") == before
     with pytest.raises(SystemExit):
-        go(None, "--save_interval=2", "--dtype=float32")
+        go(None, "--save_interval=1", "--dtype=float32")
     assert "already holds a run" in capsys.readouterr().err
 
 
@@ -170,12 +162,8 @@ def test_all_ranks_have_the_dtype_of_the_first(tiny_data, tmp_path):
     for rank in range(2):
         lines = (tmp_path / f"rank {rank}").read_text().splitlines()
         assert [x for x in lines if "joined: " in x] == ["joined: torch.bfloat16", "joined: torch.float32"]
-    (_, first, *_), (_, other, *_) = (steps_of(tmp_path / out)[0] for out in ("True", "False"))
+    first, other = (steps_of(tmp_path / out)[0][1] for out in ("True", "False"))
     assert first != other and math.isclose(first, other, rel_tol=0.02)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# TF32 and deterministic kernels
 
 
 @pytest.fixture
@@ -192,16 +180,16 @@ def switches(monkeypatch):
 
 def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
     """It has the numbers of any run; the flag is stored, and a resume may change it."""
-    short = ["--max_iters=4", "--eval_interval=4"]
+    short = ["--max_iters=2", "--eval_interval=2"]
     plain = losses(run(*short, out="plain"))
-    assert "deterministic" not in capsys.readouterr().out
+    assert ", deterministic;" not in capsys.readouterr().out
     folder = run(*short, "--deterministic=True")
     assert losses(folder) == plain and "1 x cpu, float32, deterministic;" in capsys.readouterr().out
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
-    run("--init_from=resume", "--max_iters=5")
+    run("--init_from=resume", "--max_iters=3")
     assert torch.are_deterministic_algorithms_enabled()
-    run("--init_from=resume", "--max_iters=6", "--deterministic=False")
+    run("--init_from=resume", "--max_iters=4", "--deterministic=False")
     assert not torch.are_deterministic_algorithms_enabled()
 
 

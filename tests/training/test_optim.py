@@ -55,10 +55,6 @@ class Tiny(nn.Module):
         self.head.weight = self.wte.weight
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedules
-
-
 def test_cosine_is_nanogpts():
     cfg = config(warmup_iters=7, lr_decay_iters=90, max_iters=100)
 
@@ -91,10 +87,6 @@ def test_schedules_at_key_points(flags, rates):
     """From 1e-3 to 1e-4, in units of 1e-3."""
     cfg = config(**{"schedule": "wsd"} | flags)
     assert {step: 1e3 * learning_rate(step, cfg) for step in rates} == pytest.approx(rates)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# AdamW
 
 
 def test_adamw_is_the_paper():
@@ -134,10 +126,6 @@ def test_every_optimizer_of_the_flag_is_in_the_table():
     assert set(get_args(get_type_hints(Config)["optimizer"])) == set(OPTIMIZER)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Muon
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 64, 16), (2, 16, 64), (1, 24, 96)])
 def test_orthogonalize(shape, dtype):
@@ -160,7 +148,9 @@ def test_orthogonalize(shape, dtype):
 
 
 def split(w: torch.Tensor, fused) -> list[torch.Tensor]:
-    """Logical matrices by index arithmetic."""
+    """Logical matrices by index arithmetic; those of each expert by themselves."""
+    if w.dim() == 3:
+        return [matrix for expert in w for matrix in split(expert, fused)]
     if fused is None:
         return [w]
     dim, groups, sizes = fused
@@ -169,16 +159,24 @@ def split(w: torch.Tensor, fused) -> list[torch.Tensor]:
     return [w.index_select(dim, index) for index in rows]
 
 
-@pytest.mark.parametrize("fused", [None, (0, 2, (4, 2, 2)), (0, 1, (12, 2, 2)), (0, 4, (4,)), (1, 3, (2, 4, 2))])
-def test_muon_equals_separate_matrices(fused):
+@pytest.mark.parametrize("largest", [2**28, 1, 500])  # numbers in a batch of matrices
+@pytest.mark.parametrize(
+    "shape, fused",
+    [
+        ((16, 24), None), ((16, 24), (0, 2, (4, 2, 2))), ((16, 24), (0, 1, (12, 2, 2))), ((16, 24), (0, 4, (4,))),
+        ((16, 24), (1, 3, (2, 4, 2))), ((3, 16, 24), (0, 4, (2, 2))),
+    ],
+)  # fmt: skip
+def test_muon_equals_separate_matrices(shape, fused, largest, monkeypatch):
     """Three steps on a weight, fused and batched with others, against one Muon of the post per logical matrix."""
     torch.manual_seed(1)
-    weight, other = nn.Parameter(torch.randn(16, 24)), nn.Parameter(torch.randn(16, 24))
+    monkeypatch.setattr(Muon, "LARGEST", largest)
+    weight, other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(16, 24))
     muon = Muon({weight: fused, other: None}, lr=0.02, momentum=0.95, weight_decay=0.1)
     ours = [w.clone() for w in split(weight.detach(), fused)]
     momentum = [torch.zeros_like(w) for w in ours]
     for _ in range(3):
-        weight.grad, other.grad = torch.randn(16, 24), torch.randn(16, 24)
+        weight.grad, other.grad = torch.randn(shape), torch.randn(16, 24)
         for w, b, g in zip(ours, momentum, split(weight.grad, fused), strict=True):
             b.mul_(0.95).add_(0.05 * g)
             update = oracle.newton_schulz((0.05 * g + 0.95 * b).double()).float()
@@ -186,22 +184,6 @@ def test_muon_equals_separate_matrices(fused):
         muon.step()
     for new, expected in zip(split(weight.detach(), fused), ours, strict=True):
         torch.testing.assert_close(new, expected, atol=2e-5, rtol=1e-4)
-
-
-def test_muon_in_portions_is_muon(monkeypatch):
-    """However few matrices are in a batch."""
-    results = []
-    for largest in (2**28, 1, 70):
-        monkeypatch.setattr(Muon, "LARGEST", largest)
-        torch.manual_seed(0)
-        weights = {nn.Parameter(torch.randn(shape)): None for shape in ((8, 4), (8, 4), (4, 8), (6, 6), (8, 4))}
-        muon = Muon(weights, lr=0.02, momentum=0.9, weight_decay=0.1)
-        for p in weights:
-            p.grad = torch.randn(p.shape)
-        muon.step()
-        results.append([p.detach().clone() for p in weights])
-    for other in results[1:]:
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -218,19 +200,6 @@ def test_who_gets_muon(tied):
     }
     assert rest.state.keys() == {*model.parameters()} - muon.fused.keys()
     assert sharded_dim(model, "blocks.0.gate.weight") == 0
-
-
-def test_muon_orthogonalises_each_expert_alone():
-    """Three experts with gates and values, against a weight for each."""
-    torch.manual_seed(1)
-    fused, together = (0, 4, (2, 2)), nn.Parameter(torch.randn(3, 16, 24))
-    alone = [nn.Parameter(w.clone()) for w in together.detach()]
-    together.grad = torch.randn(3, 16, 24)
-    for w, grad in zip(alone, together.grad, strict=True):
-        w.grad = grad.clone()
-    for weights in ({together: fused}, dict.fromkeys(alone, fused)):
-        Muon(weights, lr=0.02, momentum=0.95, weight_decay=0.1).step()
-    torch.testing.assert_close(together.detach(), torch.stack(alone).detach(), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
@@ -327,10 +296,6 @@ def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
         update, gradient = (x.flatten(0, -2) for x in (update, gradient))
         scale = max(1, update.size(0) / update.size(1)) ** 0.5
         torch.testing.assert_close(update, scale * oracle.newton_schulz(gradient), atol=1e-4, rtol=1e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Both
 
 
 def test_no_ratio_to_a_rate_of_zero():
