@@ -5,6 +5,7 @@ layouts, checkpoints and sampling.
     python -m pytest -m gpu                   # on this CPU, as make test does: a rehearsal
 """
 
+import itertools
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -141,9 +142,13 @@ def decoded(model: Model, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack(logits, 1)
 
 
+CASES = [*itertools.product(BLOCKS, OBJECTIVES)]
+SEEN = [case for case in CASES if "standard" in case or "causal" in case]  # on a CPU: each block, and each objective
+CASES = [case if case in SEEN else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+
+
 @each_dtype
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block, objective", CASES)
 def test_models(block, objective, dtype, device):
     model, batch, there, given = both(device, *FAMILIES[f"{block}; {objective}; adamw"])
     exact = results(model, batch)
@@ -164,10 +169,11 @@ def test_the_loss_of_a_large_vocabulary(flags, device):
     assert_near(results(there, given), {"loss": loss} | gradients(model), FLOAT32)
 
 
-@pytest.mark.parametrize(
-    "optimizer, dtype, limit",
-    [("adamw", torch.float32, FLOAT32), ("muon", torch.float32, FLOAT32), ("muon", torch.bfloat16, BFLOAT16)],
-)
+@pytest.mark.parametrize("optimizer, dtype, limit", [
+    ("adamw", torch.float32, FLOAT32),
+    ("muon", torch.float32, FLOAT32),
+    ("muon", torch.bfloat16, BFLOAT16),
+])  # fmt: skip
 def test_three_updates_of_an_optimizer(optimizer, dtype, limit, device):
     def updates(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -184,7 +190,8 @@ def test_three_updates_of_an_optimizer(optimizer, dtype, limit, device):
     assert_near(updates(there, dtype), updates(model, torch.float64), limit)
 
 
-@pytest.mark.parametrize("block", ["standard", *(pytest.param(x, marks=pytest.mark.slow) for x in [*BLOCKS][1:])])
+@pytest.mark.slow  # where a CPU rehearses; make gpu takes these too
+@pytest.mark.parametrize("block", BLOCKS)
 def test_a_compiled_run(block, device, run, monkeypatch):
     """Its losses are those of an uncompiled run in float64 on the CPU, but for rounding that the steps amplify."""
     if device == CPU:  # graphs alone: kernels would take minutes, and have their own tests
@@ -232,12 +239,8 @@ def test_checkpoints_go_there_and_back(device, run):
 def test_samples(device, run, capsys):
     """The likeliest text is that of the CPU; the same seed gives the same text again."""
     folder, said = run(*SHORT), []
-    for place, more in (
-        (CPU, "--temperature=0"),
-        (device, "--temperature=0"),
-        (device, "--seed=5"),
-        (device, "--seed=5"),
-    ):
+    likeliest, drawn = "--temperature=0", "--seed=5"
+    for place, more in ((CPU, likeliest), (device, likeliest), (device, drawn), (device, drawn)):
         capsys.readouterr()
         sample.main([f"--out_dir={folder}", f"--device={place}", "--dtype=float32", "--max_new_tokens=30", more])
         said.append(capsys.readouterr().out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from test_references import (
+    FUTURE,
     HKV,
     ROUNDED,
     C,
@@ -18,7 +19,6 @@ from test_references import (
     V,
     assert_same,
     call,
-    future,
     group_major,
     jitter,
     put,
@@ -38,37 +38,26 @@ def x_transformers():
     return pytest.importorskip("x_transformers.x_transformers", reason="run pip install -e .[test]")
 
 
-def of_hugging_face(model: str, name: str, **config) -> nn.Module:
-    """The attention module of layer 1 of a model of transformers, in float64."""
-    hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
-    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-    sizes = dict(hidden_size=C, num_attention_heads=H, num_key_value_heads=HKV, head_dim=D, attention_dropout=0.0)
-    config = getattr(hf, f"{name}Config")(**sizes, num_hidden_layers=L, **config)
-    config._attn_implementation = "eager"
-    return jitter(getattr(module, f"{name}Attention")(config, 1))
-
-
-def assert_attention_is_theirs(theirs: nn.Module, weights: dict[str, Tensor], window: int = 0, **flags):
-    """With RoPE, over a text that is longer than a window, and the gradients of all weights and of the stream."""
-    cfg = ModelConfig(**GQA, window=window, **flags)
-    ours, x, t = Attention(cfg, layer=1).double(), stream(), torch.arange(T)
-    angle = t[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=x.dtype) / (D // 2))
-    angle = torch.cat((angle, angle), dim=1)
-    hidden = future(T) | (t[:, None] - t >= (window or T))
-    mask = torch.zeros(1, 1, T, T, dtype=x.dtype).masked_fill(hidden, -math.inf)
-    expected, _ = theirs(x, (angle.cos()[None], angle.sin()[None]), mask)
-    got = call(ours, weights, x, Inputs(Model(cfg).double().table(t, x)))
-    assert_same(got, expected, trained(theirs) | {"x": x}, ROUNDED)
-
-
 def test_a_gate_of_elements_is_that_of_qwen3_next():
     """Their q_proj holds the queries and the gate of a head in turn, and their norms of q and k have gains 1 + w."""
-    theirs = of_hugging_face("qwen3_next", "Qwen3Next", rms_norm_eps=1e-5)
+    hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    sizes = dict(hidden_size=C, num_attention_heads=H, num_key_value_heads=HKV, head_dim=D, num_hidden_layers=L)
+    config = hf.Qwen3NextConfig(**sizes, attention_dropout=0.0, rms_norm_eps=1e-5)
+    config._attn_implementation = "eager"
+    theirs = jitter(module.Qwen3NextAttention(config, 1))
     q, gate = theirs.q_proj.weight.unflatten(0, (H, 2, D)).unbind(1)
     weights = {"qkv.weight": group_major(q.flatten(0, 1), theirs.k_proj.weight, theirs.v_proj.weight, groups=HKV)}
     weights |= {"gate.weight": gate.flatten(0, 1), "out.weight": theirs.o_proj.weight}
     weights |= {f"{name}.weight": 1 + getattr(theirs, name).weight for name in ("q_norm", "k_norm")}
-    assert_attention_is_theirs(theirs, weights, attn_gate="element", qk_norm=True)
+    cfg = ModelConfig(**GQA, attn_gate="element", qk_norm=True)
+    ours, x, t = Attention(cfg, layer=1).double(), stream(), torch.arange(T)
+    angle = t[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=x.dtype) / (D // 2))
+    angle = torch.cat((angle, angle), dim=1)
+    mask = torch.zeros(1, 1, T, T, dtype=x.dtype).masked_fill(FUTURE, -math.inf)
+    expected, _ = theirs(x, (angle.cos()[None], angle.sin()[None]), mask)
+    got = call(ours, weights, x, Inputs(Model(cfg).double().table(t, x)))
+    assert_same(got, expected, trained(theirs) | {"x": x}, ROUNDED)
 
 
 def of_x_transformers(theirs: nn.Module, slots: bool = False) -> dict[str, Tensor]:

@@ -40,46 +40,29 @@ def units_in_pieces(gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.stack((gates, values), dim=2).flatten(1, 2)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_are_those_of_transformers(family):
-    """Outputs and the gradients of all weights and of the stream. Theirs compute the router's softmax in float32."""
+def test_experts_are_those_of_transformers():
+    """Outputs and the gradients of all weights and of the stream, here DeepSeek-V3's; test_families.py has models of
+    Mixtral and Qwen. Theirs compute the router's scores in float32."""
     hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
-    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    name, sizes, flags = {
-        "mixtral": ("MixtralSparseMoeBlock", {"intermediate_size": WIDTH, "num_local_experts": E}, {}),
-        "qwen3_moe": (
-            "Qwen3MoeSparseMoeBlock",
-            {"moe_intermediate_size": WIDTH, "num_experts": E, "norm_topk_prob": True},
-            {"n_expert_active": 3},
-        ),
-        "deepseek_v3": (
-            "DeepseekV3MoE",
-            {"moe_intermediate_size": WIDTH, "n_routed_experts": E, "num_local_experts": E, "n_group": 1,
-             "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
-            {"n_expert_active": 3, "router": "sigmoid", "n_expert_shared": 2},
-        ),
-    }[family]  # fmt: skip
-    active = flags.get("n_expert_active", 2)
-    config = getattr(
-        hf, {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}[family] + "Config"
-    )
-    theirs = random(
-        getattr(module, name)(config(hidden_size=C, num_experts_per_tok=active, hidden_act="silu", **sizes))
-    )
-    gates, values = theirs.experts.gate_up_proj.chunk(2, dim=1)
-    weights = {"router.weight": theirs.gate.weight, "down.weight": theirs.experts.down_proj}
-    weights["up.weight"] = units_in_pieces(gates, values)
-    if family == "deepseek_v3":
-        bias = torch.randn(E, dtype=torch.float64)
-        theirs.gate.e_score_correction_bias.copy_(bias)
-        shared = theirs.shared_experts
-        weights["shared.up.weight"] = units_in_pieces(shared.gate_proj.weight[None], shared.up_proj.weight[None])[0]
-        weights |= {"shared.down.weight": shared.down_proj.weight, "balance.bias": bias}
-    else:
-        flags["router_balance"] = "none"
-    x = stream()
-    got = call(experts(mlp="swiglu", **flags), weights, x, Inputs())
-    assert_same(got, theirs(x), trained(theirs) | {"x": x}, ROUNDED)
+    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = hf.DeepseekV3Config(
+        hidden_size=C, hidden_act="silu", moe_intermediate_size=WIDTH, n_routed_experts=E, num_local_experts=E,
+        num_experts_per_tok=3, n_group=1, topk_group=1, n_shared_experts=2, routed_scaling_factor=1.0,
+    )  # fmt: skip
+    theirs = random(module.DeepseekV3MoE(config))
+    bias = torch.randn(E, dtype=torch.float64)
+    theirs.gate.e_score_correction_bias.copy_(bias)
+    shared, routed = theirs.shared_experts, theirs.experts
+    weights = {
+        "router.weight": theirs.gate.weight,
+        "up.weight": units_in_pieces(*routed.gate_up_proj.chunk(2, dim=1)),
+        "down.weight": routed.down_proj,
+        "shared.up.weight": units_in_pieces(shared.gate_proj.weight[None], shared.up_proj.weight[None])[0],
+        "shared.down.weight": shared.down_proj.weight,
+        "balance.bias": bias,
+    }
+    ours, x = experts(mlp="swiglu", n_expert_active=3, router="sigmoid", n_expert_shared=2), stream()
+    assert_same(call(ours, weights, x, Inputs()), theirs(x), trained(theirs) | {"x": x}, ROUNDED)
 
 
 def by_token(m: Experts, mlp: str, x: torch.Tensor) -> torch.Tensor:
@@ -100,10 +83,13 @@ def by_token(m: Experts, mlp: str, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(out).view_as(x)
 
 
-@pytest.mark.parametrize("mlp", MLP_KIND)
-@pytest.mark.parametrize("active", [1, 2, E])
-@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_experts_are_a_loop_over_tokens(router, active, mlp):
+@pytest.mark.parametrize("mlp, active, router", [
+    *((mlp, 2, "softmax") for mlp in MLP_KIND),
+    ("gelu", 1, "softmax"),
+    ("swiglu", 2, "sigmoid"),
+    ("gelu", E, "sigmoid"),
+])  # fmt: skip
+def test_experts_are_a_loop_over_tokens(mlp, active, router):
     m, x = experts(router=router, n_expert_active=active, mlp=mlp, bias=active == 2), stream()
     leaves = {name: p for name, p in m.named_parameters() if name != "balance.bias"}
     assert_same(m(x, Inputs()), by_token(m, mlp, x), leaves | {"x": x}, EXACT)

@@ -2,11 +2,10 @@
 
 import ast
 import copy
-import itertools
 import math
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
@@ -70,16 +69,13 @@ def numbers(flags: dict) -> dict[str, list]:
     }
 
 
-def draw(axes: dict[str, list], rng: random.Random) -> dict | None:
-    """Random values of the flags that have an effect together; None if their rules contradict each other."""
+def draw(axes: dict[str, list], rng: random.Random) -> dict:
+    """Random values of the flags that have an effect together."""
     flags = {name: rng.choice(values) for name, values in axes.items()}
     flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
     cfg = object.__new__(ModelConfig)
     vars(cfg).update(USUAL | flags)
-    try:
-        idle = unused(cfg)
-    except ValueError:
-        return None
+    idle = unused(cfg)
     return {name: v for name, v in flags.items() if name not in idle}
 
 
@@ -92,51 +88,32 @@ def refused(row: dict) -> bool:
     return False
 
 
-def combinations(drawn: int = 2000) -> list[dict]:
-    """Rows of flags in which every two values of two flags meet that any of many random rows has, as do all positions,
-    kinds of heads and windows. The next row is the one with most pairs that no row has yet. Only such a row is built:
-    if it is refused, another one is taken."""
+def combinations(drawn: int = 500) -> list[dict]:
+    """Rows of flags in which every two values of two flags meet that any of many random rows has. The next row is the
+    one with most pairs that no row has yet. Only such a row is built: if it is refused, another one is taken."""
     axes = {name: choices(kind) for name, kind in get_type_hints(ModelConfig).items() if choices(kind)}
     rng = random.Random(0)
-    pool = [row for row in (draw(axes, rng) for _ in range(drawn)) if row]
+    pool = [draw(axes, rng) for _ in range(drawn)]
     columns = {value: i for i, value in enumerate(dict.fromkeys((k, v) for row in pool for k, v in row.items()))}
     has = torch.zeros(len(pool), len(columns))
     for i, row in enumerate(pool):
         has[i, [columns[value] for value in row.items()]] = 1
-    met = torch.zeros(len(columns), len(columns), dtype=torch.bool)
+    missing = has.T @ has > 0
     rows = []
-
-    def missing() -> torch.Tensor:
-        return ((has.T @ has > 0) & ~met).float()
-
-    def take(some: list[int]):
-        best = some[((has[some] @ missing()) * has[some]).sum(1).argmax()]
+    while missing.any():
+        best = ((has @ missing.float()) * has).sum(1).argmax()
         if refused(pool[best]):
-            some.remove(best)
             has[best] = 0
-            if some:
-                take(some)
+            missing &= has.T @ has > 0
         else:
             rows.append(pool[best])
-            met[torch.outer(has[best], has[best]) > 0] = True
-
-    inside = defaultdict(list)  # what meets inside attention
-    for i, row in enumerate(pool):
-        inside[tuple(row.get(k) for k in ("pos", "pos_pattern", "attention", "window", "window_pattern"))].append(i)
-    for some in inside.values():
-        take(some)
-    while missing().any():
-        take(list(range(len(pool))))
+            missing[torch.outer(has[best], has[best]) > 0] = False
     return rows
 
 
 def changes(row: dict) -> str:
     """The flags of a row that are not as usual, as its name."""
     return ",".join(f"{k}={v}" for k, v in row.items() if v != USUAL[k])
-
-
-def name(row: dict) -> str:
-    return ",".join(str(v) for v in row.values())
 
 
 GRID = combinations()
@@ -153,8 +130,7 @@ def test_grid(flags):
     targets[0, 3:6] = targets[1, 10:] = -1
     assert abs(model(idx, targets, **beside(model, docs=False)).item() - math.log(TINY["vocab_size"])) < 0.35
     jitter(model)
-    for docs in (False, True):
-        check_loss(model, idx, targets, **beside(model, docs))
+    check_loss(model, idx, targets, **beside(model, docs=False))
     with torch.no_grad():
         check_documents_alone(model, idx, **beside(model))
         for docs in (False, True):
@@ -162,8 +138,7 @@ def test_grid(flags):
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked", "seq2seq"])
-@pytest.mark.parametrize("flags", [{}, {"window": 3}], ids=name)
-def test_a_block_may_give_its_readers_other_windows(flags, objective, monkeypatch):
+def test_a_block_may_give_its_readers_other_windows(objective, monkeypatch):
     """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
 
     def two(cfg, layer):
@@ -176,9 +151,8 @@ def test_a_block_may_give_its_readers_other_windows(flags, objective, monkeypatc
         ]
 
     monkeypatch.setitem(M.BLOCK, "two", two)
-    assert reach(build(block="two", **flags)) == 3 + 3
-    encoder = {"n_encoder_layer": 1} if objective == "seq2seq" else {}
-    test_grid({"block": "two", "objective": objective, "pos": "rope"} | encoder | flags)
+    assert reach(build(block="two", window=3)) == 3 + 3
+    test_grid({"block": "two", "objective": objective, "pos": "rope", "window": 3})
 
 
 def check_loss(model, idx, targets, **given):
@@ -208,7 +182,7 @@ def check_documents_alone(model, idx, docs, source=None, source_docs=None):
 def check_causal(model, idx, docs=None):
     check_reach(lambda x: model(x, docs=docs), idx, between(6, 6 + reach(model)) & within(docs, docs, 6))
     if docs is None:
-        check_decoding(model, idx[:, :4])
+        check_decoding(model, idx[:, :7], T - 5)
 
 
 def check_masked(model, idx, docs=None):
@@ -222,7 +196,7 @@ def check_seq2seq(model, idx, source, docs=None, source_docs=None):
     of_source = within(docs, source_docs, 6)
     check_reach(lambda x: model(idx, docs=docs, source=x, source_docs=source_docs), source, of_source)
     if docs is None:
-        check_decoding(model, idx[:, :4], source=source)
+        check_decoding(model, idx[:, :7], T - 5, source=source)
 
 
 CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2seq}
@@ -256,39 +230,42 @@ def check_reach(f, ids, seen):
 
 
 @pytest.mark.parametrize("pos", M.POSITION)
-@pytest.mark.parametrize("length", [T, T + 1, 3 * T])
-def test_the_context_of_a_long_prompt_is_its_end(pos, length):
+def test_the_context_of_a_long_prompt_is_its_end(pos):
     """A prompt that fills block_size, or is longer."""
     model = build(pos=pos)
     jitter(model)
-    check_decoding(model, tokens(2, length), 4)
+    for length in (T, T + 1, 3 * T):
+        check_decoding(model, tokens(2, length), 4)
 
 
 SLOTS = {"block": "superblock", "layer": "c.own_slots", "n_slot": 5}
 JOINT = SLOTS | {"layer": "c.joint_slots"}
 
 
-@pytest.mark.parametrize("prompt,size", [(1, 8), (5, 8), (8, 8), (9, 8), (21, 8), (3, 1), (150, 140)])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"pos": "rope", "attention": "gqa", "n_kv_head": 2},
-        {"pos": "rope", "qk_norm": True, "norm": "rmsnorm", "mlp": "relu2"},
-        {"pos": "rope", **SLOTS},
-        {"pos": "rope", **JOINT},
-        {"pos": "rope", "block": "simplified"},
-        {"pos": "alibi", "window": 3, "window_pattern": "SL", **JOINT},
-        {"pos": "alibi", "block": "simplified", "attention": "mqa"},
-        {"pos": "alibi", "attn_softcap": 2.0},
-        {"pos": "none", "window": 400},
-        {"pos": "none", "block": "simplified_parallel", "window": 3},
-        {"pos": "rope", "objective": "seq2seq", "n_encoder_layer": 1},
-    ],
-    ids=name,
-)
-def test_a_rolling_cache_is_a_window(flags, prompt, size):
+ROLLED = [
+    {"pos": "alibi", "window": 3, "window_pattern": "SL", **JOINT},
+    {"pos": "rope", "attention": "gqa", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm"},
+    {"pos": "rope", **SLOTS},
+    {"pos": "rope", "block": "simplified"},
+    {"pos": "alibi", "block": "simplified", "attention": "mqa"},
+    {"pos": "alibi", "attn_softcap": 2.0},
+    {"pos": "none", "window": 400},
+    {"pos": "none", "block": "simplified_parallel", "window": 3},
+    {"pos": "rope", "objective": "seq2seq", "n_encoder_layer": 1},
+]
+SHORT_CONTEXTS = [(1, 8), (8, 8), (9, 8), (21, 8), (3, 1)]  # tokens of a prompt, block_size
+
+
+@pytest.mark.parametrize("flags", ROLLED, ids=changes)
+def test_a_rolling_cache_is_a_window(flags):
     """Decoding with a rolling cache, from prompts shorter and longer than block_size, equals uncached forwards of the
-    whole text by a model whose layers see at most block_size tokens."""
+    whole text by a model whose layers see at most block_size tokens. A context of 140 has several strips of queries."""
+    long = [(150, 140)] * (flags in ROLLED[:2])
+    for prompt, size in SHORT_CONTEXTS + long:
+        check_rolling(flags, prompt, size)
+
+
+def check_rolling(flags: dict, prompt: int, size: int):
     model = build(block_size=size, **flags)
     jitter(model)
     whole = build(**flags | {"block_size": 1024})
@@ -306,25 +283,23 @@ def test_a_rolling_cache_is_a_window(flags, prompt, size):
 
 @pytest.mark.parametrize("pos", ["rope", "alibi"])
 def test_far_positions_of_a_rolling_cache_are_exact(pos):
-    """In float32, the logits after 1,000 tokens, when the cache has been moved 120 times, equal those of the last eight
+    """In float32, the logits after 400 tokens, when the cache has been moved 48 times, equal those of the last eight
     tokens alone in float64."""
     model = build(block_size=8, pos=pos, n_layer=1)
     jitter(model)
-    text, last = tokens(1, 1000), []
+    text, last = tokens(1, 400), []
     given = iter(text[0, 4:, None])
     each = copy.deepcopy(model).float()
-    for _ in generate(each, text[:, :4], 990, lambda z: last.append(z) or next(given), roll=True):
+    for _ in generate(each, text[:, :4], 390, lambda z: last.append(z) or next(given), roll=True):
         del last[:-1]
     with torch.no_grad():
-        assert torch.allclose(last[0].double(), model(text[:, 985:993])[:, -1], atol=1e-5)
+        assert torch.allclose(last[0].double(), model(text[:, 385:393])[:, -1], atol=1e-5)
 
 
 COMPILED = [
-    {"objective": "causal", "n_layer": 1, "block": "superblock", "layer": "c.own_slots", "pos": "alibi"},
-    {"objective": "causal", "n_layer": 2, "value_residual": True, "attn_gate": "head", "n_expert": 4},
-    {"objective": "masked", "n_layer": 1, "block": "simplified", "pos": "rope", "window": 3},
-    {"objective": "seq2seq", "n_layer": 1, "n_encoder_layer": 1, "block": "superblock", "pos": "rope"},
-]
+    {"n_layer": 2, "value_residual": True, "attn_gate": "head", "pos": "alibi"},
+    {"n_layer": 1, "objective": "masked", "block": "superblock", "layer": "c.own_slots", "pos": "rope", "window": 3},
+]  # test_compilation.py has other blocks, encoders and experts
 
 
 @pytest.mark.parametrize("flags", COMPILED, ids=changes)
@@ -332,11 +307,12 @@ def test_compiles_as_one_graph(flags):
     """The same outputs and gradients as without a compiler."""
     torch._dynamo.reset()
     model, idx = build(**flags), tokens(2, T)
-    given = beside(model, docs=flags["objective"] != "causal")
+    given = beside(model, docs="objective" in flags)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow  # half a minute, nearly all of it in the C++ compiler
 def test_compiled_block_trains_alike():
     """torch.compile per block with the real backend: same logits and gradients as eager."""
     torch._dynamo.reset()
@@ -428,25 +404,22 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"attention": "mqa", "window": 100, "pos": "alibi"},
-        {"attn_softcap": 5.0},
-        {"dropout": 0.1},
-        {"block": "simplified", "window": 100},
-        {"block": "simplified_parallel", "pos": "alibi"},
-        {"block": "superblock", "layer": "c.joint_slots", "n_slot": 32},
-        {"objective": "masked", "window": 100},
-        {"objective": "masked", "block": "simplified"},
-        {"objective": "masked", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
-        {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "rope"},
-    ],
-    ids=name,
-)
+@pytest.mark.parametrize("flags", [
+    {},
+    {"attention": "mqa", "window": 100, "pos": "alibi"},
+    {"attn_softcap": 5.0},
+    {"dropout": 0.1},
+    {"block": "simplified", "window": 100},
+    {"block": "simplified_parallel", "pos": "alibi"},
+    {"block": "superblock", "layer": "c.joint_slots", "n_slot": 32},
+    {"objective": "masked", "window": 100},
+    {"objective": "masked", "block": "simplified"},
+    {"objective": "masked", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
+    {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "rope"},
+], ids=changes)  # fmt: skip
 @pytest.mark.parametrize("docs", [False, True])
 def test_no_square_tensor(flags, docs):
+    """Of two heads, in strips of 256 queries."""
     T = 1024
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=T, vocab_size=16, **flags))
     idx, numbers = torch.randint(16, (1, T)), torch.arange(T)[None] // 300
@@ -456,14 +429,14 @@ def test_no_square_tensor(flags, docs):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         with Largest() as largest:
             model(idx, idx, **source, **of_docs).backward()
-    assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
+    assert T < largest.numel < 0.6 * T * T
     assert sum(kept) < 1.5 * T * T, "the strips' matrices are kept for the backward"  # of a layer, or two
     if docs or model.cfg.objective == "masked":
         return
     model.eval()
     with Largest() as largest, torch.no_grad():
         list(generate(model, idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
-    assert T < largest.numel < 0.6 * T * T  # strips of 256 rows, two heads
+    assert T < largest.numel < 0.6 * T * T
 
 
 def test_caches_have_the_length_of_the_text(monkeypatch):
@@ -479,7 +452,7 @@ def test_caches_have_the_length_of_the_text(monkeypatch):
 # ---- positions
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16, 20, 25])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 12, 25])
 def test_alibi_slopes(n):
     """Published recipe, written another way: ratio 2^(-8/p), then every other slope of the next power of two."""
 
@@ -503,15 +476,6 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
     assert torch.allclose(difference.float(), expected, rtol=1e-3)
 
 
-def test_sinusoidal_closed_form():
-    model = build(pos="sinusoidal")
-    x = torch.zeros(1, 4, 32, dtype=torch.float64)
-    got = model.pos(x, torch.arange(4))[0]
-    for t, i in itertools.product(range(4), range(16)):
-        assert got[t, i].item() == pytest.approx(math.sin(t / 10000 ** (2 * i / 32)))
-        assert got[t, 16 + i].item() == pytest.approx(math.cos(t / 10000 ** (2 * i / 32)))
-
-
 @pytest.mark.parametrize("C,expected", [(768, 2048), (4096, 10944), (32, 85)])
 def test_gated_width_matches_parameters(C, expected):
     for mlp, width in (("swiglu", expected), ("gelu", 4 * C)):
@@ -521,8 +485,7 @@ def test_gated_width_matches_parameters(C, expected):
 # ---- loss
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("softcap, z_loss", [(0.0, 0.0), (2.0, 0.0), (2.0, 0.3)])
 @pytest.mark.parametrize("chunk", [1, 5, 26, 1000])
 def test_the_loss_in_chunks(softcap, z_loss, chunk):
     """Against cross_entropy and logsumexp of all logits. The z-loss is in the gradient alone."""
@@ -569,12 +532,6 @@ def test_chunked_loss_of_frozen_parameters(trained):
 def on_meta(**flags) -> Model:
     with torch.device("meta"):
         return Model(ModelConfig(**flags))
-
-
-def test_gpt2_has_its_published_parameters():
-    gpt2 = dict(vocab_size=50257, bias=True)
-    assert on_meta(**gpt2).n_params() == 124_439_808
-    assert on_meta(n_layer=48, n_head=25, n_embd=1600, **gpt2).n_params() == 1_557_611_200
 
 
 def test_parameters_and_flops_counted_by_hand():
@@ -667,8 +624,7 @@ def test_initial_values_of_slots():
 
 
 @pytest.mark.parametrize("block", M.BLOCK)
-@pytest.mark.parametrize("pos", [pos for pos in M.POSITION if pos != "alibi"])  # which is causal alone
-@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+@pytest.mark.parametrize("pos, norm_placement", [("learned", "pre"), ("rope", "post")])
 def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     flags = dict(block=block, pos=pos, norm_placement=norm_placement, window=4, window_pattern="SL")
     both = build(objective="seq2seq", n_encoder_layer=3, **flags)
@@ -727,14 +683,13 @@ def test_what_a_model_does_not_take_is_refused(objective, idx, given, said):
         build(objective=objective)(idx, **given)
 
 
-@pytest.mark.parametrize("flags,options,said", [
-    ({"objective": "masked"}, {}, "objective=masked does not continue a text"),
-    ({"pos": "learned"}, {"roll": True}, f"pos=learned.*block_size={T}; set overflow=recompute"),
-    ({"pos": "sinusoidal"}, {"roll": True}, f"pos=sinusoidal.*block_size={T}; set overflow=recompute"),
+@pytest.mark.parametrize("flags,roll,said", [
+    ({"objective": "masked"}, False, "objective=masked does not continue a text"),
+    ({"pos": "learned"}, True, f"pos=learned.*block_size={T}; set overflow=recompute"),
 ])  # fmt: skip
-def test_what_does_not_generate_is_refused(flags, options, said):
+def test_what_does_not_generate_is_refused(flags, roll, said):
     with pytest.raises(ValueError, match=said):
-        next(generate(build(**flags), IDX, 1, lambda logits: logits.argmax(-1), **options))
+        next(generate(build(**flags), IDX, 1, lambda logits: logits.argmax(-1), roll=roll))
 
 
 # ---- seams

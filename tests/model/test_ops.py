@@ -20,7 +20,7 @@ from ops import Mask, attention, attention_kernel
 
 @pytest.mark.parametrize("T,S", [(11, 11), (1, 11), (4, 11)])
 @pytest.mark.parametrize("Hkv", [6, 2, 1])
-@pytest.mark.parametrize("window", [0, 1, 3, 4, 10, 11])
+@pytest.mark.parametrize("window", [0, 1, 4, 10, 11])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
@@ -40,18 +40,15 @@ def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_attention_equals_naive_attention_under_every_mask(causal, window, docs, slots, softcap):
-    """Few tokens, and several strips of them, whose documents and windows cross the strips."""
-    for length, H, Hkv in ((11, 4, 4), (11, 4, 2), (270, 2, 1)):
-        q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (H, Hkv, Hkv)), *[(Hkv, 5, 2)] * 2 * slots)
-        numbers = (documents(length),) * 2 if docs else None
+    """Few tokens, and several strips of them, whose documents and windows cross the strips; all queries or the last."""
+    for length, of_queries in ((11, (11, 8, 3, 1)), (270, (270, 90))):
+        q, k, v, *pair = leaves(*((2, heads, length, 2) for heads in (4, 2, 2)), *[(2, 5, 2)] * 2 * slots)
         pair = pair or None
-        got = attention(q, k, v, 2, Mask(causal, window, numbers), softcap, slots=pair)
-        expected = naive_attention(q, k, v, window, softcap, None, causal, numbers, pair)
-        assert_same(got, expected, (q, k, v, *(pair or ())))
-        for queries in (length - 3, length // 3, 1):
-            last, of_last = q[:, :, -queries:], numbers and (numbers[0][:, -queries:], numbers[1])
-            got = attention(last, k, v, 2, Mask(causal, window, of_last), softcap, slots=pair)
-            expected = naive_attention(last, k, v, window, softcap, None, causal, of_last, pair)
+        for queries in of_queries:
+            last = q[:, :, -queries:]
+            numbers = (documents(length)[:, -queries:], documents(length)) if docs else None
+            got = attention(last, k, v, 2, Mask(causal, window, numbers), softcap, slots=pair)
+            expected = naive_attention(last, k, v, window, softcap, None, causal, numbers, pair)
             assert_same(got, expected, (q, k, v, *(pair or ())))
 
 
@@ -201,18 +198,18 @@ def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, user):
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize("softcap,z_loss", [(0.0, 0.0), (3.0, 0.0), (3.0, 0.2)])
-def test_the_compiled_loss_of_a_chunk(softcap, z_loss):
+def test_the_compiled_loss_of_a_chunk():
+    """With the real backend, and all that the loss may have."""
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
-    z = ops.capped(exact, softcap)
+    z = ops.capped(exact, 3.0)
     total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
-    (total + z_loss * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
-    for f in (ops.chunk_loss, torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)):
-        found, slope = f(logits.clone(), targets, softcap, True, z_loss)
-        assert found.item() == pytest.approx(total.item(), rel=1e-6) and f(logits, targets, softcap, False)[1] is None
-        assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
+    (total + 0.2 * (z.logsumexp(-1).square() * (targets >= 0)).sum()).backward()
+    with torch._inductor.config.patch(compile_threads=1):  # more of them begin with a process of their own
+        found, slope = torch.compile(ops.chunk_loss, dynamic=False, fullgraph=True)(logits, targets, 3.0, True, 0.2)
+    assert found.item() == pytest.approx(total.item(), rel=1e-6)
+    assert torch.allclose(slope.double(), exact.grad, atol=1e-6)
 
 
 def test_chunks_have_one_size():
@@ -274,5 +271,5 @@ def test_a_part_of_the_initial_weights_is_that_part_of_the_whole(data):
 
 
 def test_large_arrays_are_drawn_in_strips():
-    whole = ops.normal("0 x", (3000, 50), (0, 0), (3000, 50), "cpu")  # 2^16 numbers at once
-    assert torch.equal(torch.cat([ops.normal("0 x", (3000, 50), (i, 0), (1, 50), "cpu") for i in range(3000)]), whole)
+    whole = ops.normal("0 x", (300, 500), (0, 0), (300, 500), "cpu")  # 2^16 numbers at once
+    assert torch.equal(torch.cat([ops.normal("0 x", (300, 500), (i, 0), (1, 500), "cpu") for i in range(300)]), whole)

@@ -102,11 +102,6 @@ def attention(theirs: nn.Module, out: nn.Linear, groups: int = HKV, merge=group_
     return put("attn.qkv", *qkv, merge=partial(merge, groups=groups)) | put("attn.out", out)
 
 
-def cross_attention(q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> dict[str, Tensor]:
-    kv = put("cross.kv", k, v, merge=partial(group_major, groups=H))
-    return put("cross.q", q) | kv | put("cross.out", out)
-
-
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """A gate's row, then the value's that it multiplies: groups of one, as C is no multiple of 64."""
     return group_major(gate, up, groups=len(gate))
@@ -143,109 +138,35 @@ def padding(length: int) -> Tensor:
     return torch.arange(length) >= torch.tensor([[length], [length + 1 - WINDOW]])
 
 
-def documents(length: int) -> Tensor:
-    """(2, length) numbers of three documents, cut elsewhere in each row; one of them is a single token."""
-    cuts = torch.tensor([[[length // 3], [length // 2]], [[1], [length - 4]]])
-    return (torch.arange(length) >= cuts).sum(1)
-
-
-def per_head(hidden: Tensor) -> Tensor:
-    """(B, T, S) -> (B H, T, S), as torch.nn wants a mask that differs between rows."""
-    return hidden.repeat_interleave(H, dim=0)
-
-
-def apart(of_queries: Tensor, of_keys: Tensor) -> Tensor:
-    """(B, T, S), True where query and key belong to two documents."""
-    return of_queries[:, :, None] != of_keys[:, None, :]
-
-
 # ---- torch.nn
 
 
-def torch_attention(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
-    weights = {"qkv.weight": thirds(theirs.in_proj_weight)} | put("out", theirs.out_proj)
-    return weights if theirs.in_proj_bias is None else weights | {"qkv.bias": thirds(theirs.in_proj_bias)}
-
-
-def torch_cross_attention(theirs: nn.MultiheadAttention) -> dict[str, Tensor]:
-    weights = put("out", theirs.out_proj)
-    for kind, fused in (("weight", theirs.in_proj_weight), ("bias", theirs.in_proj_bias)):
-        if fused is not None:
-            q, k, v = fused.chunk(3)
-            weights |= {f"q.{kind}": q, f"kv.{kind}": group_major(k, v, groups=H)}
-    return weights
-
-
-def torch_layer(theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> dict[str, Tensor]:
-    slot = "before" if theirs.norm_first else "total"
-    attn = inside("attn", torch_attention(theirs.self_attn)) | put(slot, theirs.norm1)
+def torch_layer(theirs: nn.TransformerEncoderLayer) -> dict[str, Tensor]:
+    slot, attn = "before" if theirs.norm_first else "total", theirs.self_attn
+    weights = {"attn.qkv.weight": thirds(attn.in_proj_weight)} | put("attn.out", attn.out_proj)
+    if attn.in_proj_bias is not None:
+        weights["attn.qkv.bias"] = thirds(attn.in_proj_bias)
     mlp = put("mlp.up", theirs.linear1) | put("mlp.down", theirs.linear2)
-    if not isinstance(theirs, nn.TransformerDecoderLayer):
-        return sums(attn, put(slot, theirs.norm2) | mlp)
-    cross = inside("cross", torch_cross_attention(theirs.multihead_attn)) | put(slot, theirs.norm2)
-    return sums(attn, cross, put(slot, theirs.norm3) | mlp)
+    return sums(weights | put(slot, theirs.norm1), mlp | put(slot, theirs.norm2))
 
 
-def layer_pair(kind: type, placement: str, mlp: str = "relu", bias: bool = True, **flags) -> tuple[nn.Module, ...]:
-    """A layer of torch.nn and our block of the same shape."""
-    options = dict(dropout=0.0, activation=mlp, batch_first=True, norm_first=placement == "pre", bias=bias)
-    cfg = ModelConfig(**SIZE, **flags, pos="none", norm_placement=placement, mlp=mlp, bias=bias)
-    return jitter(kind(C, H, 4 * C, **options)), Block(cfg, layer=0).double()
+def stream() -> Tensor:
+    torch.manual_seed(T)
+    return torch.randn(2, T, C, dtype=torch.float64, requires_grad=True)
 
 
-def stream(length: int = T) -> Tensor:
-    torch.manual_seed(length)
-    return torch.randn(2, length, C, dtype=torch.float64, requires_grad=True)
+FUTURE = torch.ones(T, T, dtype=torch.bool).triu(1)  # torch.nn's causal mask: True where hidden
 
 
-def future(length: int) -> Tensor:
-    """torch.nn's causal mask: (length, length), True where hidden."""
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
-
-
-placements = pytest.mark.parametrize("placement", ["pre", "post"])
-
-
-@placements
+@pytest.mark.parametrize("placement", ["pre", "post"])
 @pytest.mark.parametrize("mlp", ["gelu", "relu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_block_equals_torch(placement, mlp, bias):
-    theirs, ours = layer_pair(nn.TransformerEncoderLayer, placement, mlp, bias)
-    x = stream()
-    got, expected = call(ours, torch_layer(theirs), x, Inputs()), theirs(x, src_mask=future(T))
-    assert_same(got, expected, trained(theirs) | {"x": x}, EXACT)
-
-
-@placements
-def test_encoder_block_equals_torch(placement):
-    """Both ways; padding as a last document, whose own outputs are finite but nobody's concern; then true documents."""
-    theirs, ours = layer_pair(nn.TransformerEncoderLayer, placement, objective="masked")
-    x, hidden, leaves = stream(), padding(T), trained(theirs)
-    got = call(ours, torch_layer(theirs), x, Inputs(docs=(hidden.long(), hidden.long())))
-    assert got.isfinite().all()
-    assert_same(got[~hidden], theirs(x, src_key_padding_mask=hidden)[~hidden], leaves | {"x": x}, EXACT)
-    x = stream(150)  # two strips of queries
-    docs = documents(150)
-    got = call(ours, torch_layer(theirs), x, Inputs(docs=(docs, docs)))
-    assert_same(got, theirs(x, src_mask=per_head(apart(docs, docs))), leaves | {"x": x}, EXACT)
-
-
-@placements
-@pytest.mark.parametrize("bias", [False, True])
-def test_decoder_block_equals_torch(placement, bias):
-    """A source without padding, one with it as a second document, and documents in source and text."""
-    theirs, ours = layer_pair(nn.TransformerDecoderLayer, placement, bias=bias, objective="seq2seq")
-    x, memory, hidden, leaves = stream(), stream(S), padding(S), trained(theirs)
-    weights, text = torch_layer(theirs), torch.zeros(2, T, dtype=torch.int64)
-    got = call(ours, weights, x, Inputs(memory=memory))
-    assert_same(got, theirs(x, memory, tgt_mask=future(T)), leaves | {"x": x, "memory": memory}, EXACT)
-    got = call(ours, weights, x, Inputs((), (text, text), memory, (text, hidden.long())))
-    expected = theirs(x, memory, tgt_mask=future(T), memory_key_padding_mask=hidden)
-    assert_same(got, expected, leaves | {"x": x, "memory": memory}, EXACT)
-    x, docs, of_memory = stream(150), documents(150), documents(S)  # two strips of queries
-    got = call(ours, weights, x, Inputs((), (docs, docs), memory, (docs, of_memory)))
-    masks = dict(tgt_mask=per_head(apart(docs, docs) | future(150)), memory_mask=per_head(apart(docs, of_memory)))
-    assert_same(got, theirs(x, memory, **masks), leaves | {"x": x, "memory": memory}, EXACT)
+    options = dict(dropout=0.0, activation=mlp, batch_first=True, norm_first=placement == "pre", bias=bias)
+    theirs = jitter(nn.TransformerEncoderLayer(C, H, 4 * C, **options))
+    cfg = ModelConfig(**SIZE, pos="none", norm_placement=placement, mlp=mlp, bias=bias)
+    got = call(Block(cfg, layer=0).double(), torch_layer(theirs), x := stream(), Inputs())
+    assert_same(got, theirs(x, src_mask=FUTURE), trained(theirs) | {"x": x}, EXACT)
 
 
 # ---- Hugging Face: for each architecture the reference, our flags, our weights and how exact the reference is
@@ -277,32 +198,23 @@ def gated_width(mlp: str) -> int:
     return hidden_units(ModelConfig(**SIZE, mlp=mlp), READER["p"])
 
 
-def openai_weights(m: nn.Module, qkv, matrix) -> dict[str, Tensor]:
-    def weights_of(layer):
-        return sums(
-            put("before", layer.ln_1)
-            | put("attn.qkv", layer.attn.c_attn, merge=qkv)
-            | put("attn.out", layer.attn.c_proj, merge=matrix),
-            put("before", layer.ln_2)
-            | put("mlp.up", layer.mlp.c_fc, merge=matrix)
-            | put("mlp.down", layer.mlp.c_proj, merge=matrix),
-        )
-
-    return put("wte", m.wte) | put("pos.wpe", m.wpe) | blocks(m.h, weights_of) | put("norm", m.ln_f)
-
-
 def gpt2(hf):
     """Its Conv1D layers hold transposed weights."""
     reference = build(hf, hf.GPT2Config(**OPENAI_SIZE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    weights = openai_weights(reference.transformer, lambda w: thirds(w.t()), Tensor.t)
+
+    def weights_of(layer):
+        return sums(
+            put("before", layer.ln_1)
+            | put("attn.qkv", layer.attn.c_attn, merge=lambda w: thirds(w.t()))
+            | put("attn.out", layer.attn.c_proj, merge=Tensor.t),
+            put("before", layer.ln_2)
+            | put("mlp.up", layer.mlp.c_fc, merge=Tensor.t)
+            | put("mlp.down", layer.mlp.c_proj, merge=Tensor.t),
+        )
+
+    m = reference.transformer
+    weights = put("wte", m.wte) | put("pos.wpe", m.wpe) | blocks(m.h, weights_of) | put("norm", m.ln_f)
     return reference, dict(bias=True), weights, EXACT
-
-
-def gpt_bigcode(hf):
-    """GPT-2 with multi-query attention (StarCoder): of one group, all q, k, v is group-major."""
-    reference = build(hf, hf.GPTBigCodeConfig(**OPENAI_SIZE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    weights = openai_weights(reference.transformer, torch.clone, torch.clone)
-    return reference, dict(bias=True, attention="mqa"), weights, ROUNDED
 
 
 def llama_weights(reference) -> dict[str, Tensor]:
@@ -334,7 +246,7 @@ def rope_parameters(kind: str, **more) -> dict:
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=THETA, partial_rotary_factor=1.0, **more))
 
 
-LLAMAS = {  # name -> their class, what its config has besides, and our flags besides
+LLAMAS = {  # name -> their class, what its config has besides, and our flags besides; test_families.py has others
     "llama": ("Llama", {}, {}),
     # norms of q and k before RoPE; here full attention in the first layer, sliding windows above
     "qwen3": (
@@ -342,11 +254,7 @@ LLAMAS = {  # name -> their class, what its config has besides, and our flags be
         dict(head_dim=C // H, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         dict(qk_norm=True, window=WINDOW, window_pattern="LSS"),
     ),
-    # biases of q, k and v, and another eps of the norms
-    "qwen2": ("Qwen2", dict(rms_norm_eps=1e-2), dict(qkv_bias=True, norm_eps=1e-2)),
-    # layers without positions
-    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0, 1], use_sliding_window=False), dict(pos_pattern="GNG")),
-    # longer wavelengths; test_families.py has the other scalings
+    # longer wavelengths
     "llama31": (
         "Llama",
         rope_parameters(
@@ -362,27 +270,6 @@ def llama_like(hf, name: str):
     kind, theirs, flags = LLAMAS[name]
     reference = build(hf, getattr(hf, f"{kind}Config")(**LLAMA | theirs))
     return reference, OUR_LLAMA | flags, llama_weights(reference), ROUNDED
-
-
-def nemotron(hf):
-    """Squared ReLU, and LayerNorm with gains 1 + w and biases, which the linear layers do not have."""
-    reference = build(hf, hf.NemotronConfig(**THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, intermediate_size=4 * C))
-
-    def norm(name, theirs):
-        return {f"{name}.weight": 1 + theirs.weight, f"{name}.bias": theirs.bias}
-
-    def weights_of(layer):
-        return sums(
-            norm("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
-            norm("before", layer.post_attention_layernorm)
-            | put("mlp.up", layer.mlp.up_proj)
-            | put("mlp.down", layer.mlp.down_proj),
-        )
-
-    m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | norm("norm", m.norm)
-    flags = dict(bias=True, mlp="relu2", tie_weights=False)
-    return reference, flags | OUR_ROPE | OUR_GQA, weights | put("head", reference.lm_head), ROUNDED
 
 
 def mpt(hf):
@@ -469,9 +356,11 @@ def fairseq_layer(layer: nn.Module, slot: str) -> dict[str, Tensor]:
     """A layer of an encoder, or with cross-attention of a decoder, of the many models that descend from fairseq."""
     attn = attention(layer.self_attn, layer.self_attn.out_proj, groups=H) | put(slot, layer.self_attn_layer_norm)
     mlp = put("mlp.up", layer.fc1) | put("mlp.down", layer.fc2) | put(slot, layer.final_layer_norm)
-    if (cross := getattr(layer, "encoder_attn", None)) is None:
+    if not hasattr(layer, "encoder_attn"):
         return sums(attn, mlp)
-    cross = cross_attention(cross.q_proj, cross.k_proj, cross.v_proj, cross.out_proj)
+    theirs = layer.encoder_attn
+    cross = put("cross.q", theirs.q_proj) | put("cross.out", theirs.out_proj)
+    cross |= put("cross.kv", theirs.k_proj, theirs.v_proj, merge=partial(group_major, groups=H))
     return sums(attn, cross | put(slot, layer.encoder_attn_layer_norm), mlp)
 
 
@@ -486,7 +375,7 @@ OUR_MARIAN = dict(bias=True, norm_placement="post", mlp="relu", pos="sinusoidal"
 of_llama = {name: pytest.param(partial(llama_like, name=name), id=name) for name in LLAMAS}
 architectures = pytest.mark.parametrize(
     "architecture",
-    [gpt2, gpt_bigcode, cohere2, nemotron, olmo2, falcon, mpt, *of_llama.values()],
+    [gpt2, cohere2, olmo2, falcon, mpt, *of_llama.values()],
     ids=lambda f: getattr(f, "__name__", None),
 )
 
