@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from helpers import ROOT, read_all
 
 from data import corpus
 from data.dataset import open_data
+from data.tokenizer import GPT2Tokenizer, train_bpe
 
 WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
 
@@ -47,6 +49,15 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def tokens_of(folder: Path, split: str) -> list[int]:
     return read_all(open_data(folder, verify=True).split(split))
+
+
+def gpt2_of_other_merges(texts: list[str]) -> GPT2Tokenizer:
+    """GPT-2's tokenizer with merges of these texts, which need no network."""
+    tokenizer = GPT2Tokenizer()
+    tokenizer.merges = [tuple(pair) for pair in json.loads(train_bpe(texts, 700).content)["model"]["merges"]]
+    tokenizer.eot = 256 + len(tokenizer.merges)
+    tokenizer.vocab_size = tokenizer.eot + 1
+    return tokenizer
 
 
 def load(name: str):

@@ -25,9 +25,6 @@ def refused(result, *words: str) -> None:
     assert all(word in err for word in words), err
 
 
-# -------------------------------------------------------------------------------------------------------------- flags
-
-
 @pytest.mark.parametrize(
     "name, flags, words",
     [
@@ -54,12 +51,12 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     (tmp_path / "FILE").write_text("some words\nof text\n" * 9)
     (tmp_path / "BINARY").write_bytes(bytes(range(128, 256)))
     os.mkfifo("FIFO")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("SOCKET")
-        before = sorted(os.listdir())
-        out = [] if any(flag.startswith("--out") for flag in flags) else [f"--out={tmp_path}/out"]
-        refused(call(name, *flags, *out), *words)
-        assert sorted(os.listdir()) == before
+    bind("SOCKET")
+    before = sorted(os.listdir())
+    if not any(flag.startswith("--out") for flag in flags):
+        flags = [*flags, f"--out={tmp_path}/out"]
+    refused(call(name, *flags), *words)
+    assert sorted(os.listdir()) == before
 
 
 def test_a_stdout_that_fails_loses_nothing(tmp_path):
@@ -84,10 +81,15 @@ def test_names_that_are_no_text(tmp_path):
     assert os.path.exists(out + b"/meta.json")
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+def bind(name: str):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
 
 
-@pytest.mark.parametrize("what", ["FIFO", "SOCKET", "FOLDER", "/dev/zero"])
+MAKE = {"FIFO": os.mkfifo, "SOCKET": bind, "FOLDER": os.mkdir, "ENDLESS": lambda name: os.symlink("/dev/zero", name)}
+
+
+@pytest.mark.parametrize("what", MAKE)
 @pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
 def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
     """In the place of each file of a data set; no read waits for what never comes."""
@@ -96,17 +98,8 @@ def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
     assert call("text", "--input=a.txt", "--tokenizer=bpe:262", "--out=./set")[0] == 0
     monkeypatch.chdir(tmp_path / "set")
     Path(name).unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        match what:
-            case "FIFO":
-                os.mkfifo(name)
-            case "SOCKET":
-                server.bind(name)
-            case "FOLDER":
-                os.mkdir(name)
-            case _:
-                os.symlink(what, name)
-        error(lambda: dataset.open_data(tmp_path / "set").split("train"))
+    MAKE[what](name)
+    error(lambda: dataset.open_data(tmp_path / "set").split("train"))
 
 
 SHARD = {"name": "train.bin", "tokens": 1}
@@ -147,9 +140,6 @@ def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
     refused(call("text", "--input=a.txt", "--tokenizer=byte", "--out=./set"), *words)
 
 
-# ---------------------------------------------------------------------------------------------------------- what next
-
-
 # Six of them are shorter than the tiny text, which so has two lines.
 WORDS = "def self x if not in for key value list of print while try with yield None True class join map zip sum".split()
 
@@ -179,12 +169,10 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, in_this_process, s
 
 
 def test_sizes_of_the_next_command(monkeypatch):
-    start, mine = "python train.py config/train_", command.DATA / "mine"
-    flags = ".py --dataset=mine --out_dir=out/mine"
-    assert command.next_command(command.DATA / "pycode", [10**7, 10**6]) == f"{start}pycode.py"
-    assert command.next_command(command.DATA / "openwebtext", [10**10, 10**7]) == f"{start}gpt2.py"
-    assert command.next_command(mine, [10**6, 257]) == f"{start}pycode{flags}"
-    assert command.next_command(mine, [10**6, 256]) == f"{start}pycode{flags} --block_size=255"
+    mine, flags = command.DATA / "mine", "config/train_pycode.py --dataset=mine --out_dir=out/mine"
+    assert command.next_command(command.DATA / "openwebtext", [10**10, 10**7]) == "python train.py config/train_gpt2.py"
+    assert command.next_command(mine, [10**6, 257]) == f"python train.py {flags}"
+    assert command.next_command(mine, [10**6, 256]) == f"python train.py {flags} --block_size=255"
     assert "--block_size" not in command.next_command(mine, [9000, 40], pairs=True)  # too short for a long pair
     monkeypatch.chdir("/")
     assert "--dataset=/x/y " in command.next_command(Path("x/y"), [10**6, 10**5])

@@ -14,14 +14,14 @@ import transformers  # whose classes are loaded when they are asked for: a secon
 from helpers import ROOT, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error
+from preparing import args, error, gpt2_of_other_merges
 from test_families import CHOICES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import sample
 from data import corpus
 from data.dataset import open_data
-from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer, build, from_spec, train_bpe
+from data.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, build, from_spec, train_bpe
 from engine.interchange.families import choose
 from engine.interchange.huggingface import write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
@@ -41,22 +41,23 @@ def with_bos(tokenizer: Tokenizer) -> processors.PostProcessor:
     return processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
 
 
-def byte_level(prefix_space: bool = False) -> Tokenizer:
-    """As GPT-2's."""
+def byte_level(prefix_space: bool = False, words: str = "") -> Tokenizer:
+    """As GPT-2's, or with other words than GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["</s>", "<s>"]
     options = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, **options))
+    if words:
+        split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     return tokenizer
 
 
 def llama3() -> Tokenizer:
-    tokenizer = byte_level()
-    split = pre_tokenizers.Split(Regex(LLAMA3), behavior="isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer = byte_level(words=LLAMA3)
     tokenizer.add_special_tokens(["<|far|>"])
     tokenizer.post_processor = with_bos(tokenizer)
     return tokenizer
@@ -64,15 +65,12 @@ def llama3() -> Tokenizer:
 
 def qwen2(words: str = "", nfc: bool = True, end_of_text: bool = True, ignore_merges: bool = False) -> Tokenizer:
     """Its rules; or all but one, so that transformers' class for Qwen2 gives other ids."""
-    tokenizer = byte_level()
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    tokenizer = byte_level(words=words or PRETOKENIZE_REGEX)
     if ignore_merges:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         tokenizer.model = models.BPE(vocab=vocabulary, merges=[("t", "h")], ignore_merges=True)
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    split = pre_tokenizers.Split(Regex(words or PRETOKENIZE_REGEX), behavior="isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(["<|endoftext|>"] * end_of_text)
@@ -82,23 +80,24 @@ def qwen2(words: str = "", nfc: bool = True, end_of_text: bool = True, ignore_me
 
 def sentencepiece(prefix: bool) -> Tokenizer:
     """As Llama 2's with the prefix, as Gemma's without."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    blanks = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefix else blanks
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    special = ["<unk>", "<s>", "</s>", *BYTES]
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False, limit_alphabet=60)
-    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained, special = Tokenizer(models.BPE(unk_token="<unk>")), ["<unk>", "<s>", "</s>"]
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    trained.train_from_iterator(TEXTS, trainer)
-    parts, own = json.loads(trained.to_str()), json.loads(tokenizer.to_str())
-    parts["added_tokens"] = parts["added_tokens"][:3]  # a <0x0A> in a text is text
-    own |= {"added_tokens": parts["added_tokens"], "model": parts["model"] | {"byte_fallback": True, "fuse_unk": True}}
+    options = dict(special_tokens=[*special, *BYTES], show_progress=False, limit_alphabet=60)
+    trained.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=700, **options))
+    parts = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in parts["merges"]]
+    model = models.BPE(parts["vocab"], merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(special)  # and no bytes: a <0x0A> in a text is text
+    blanks = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
-        own["pre_tokenizer"] = None
-    tokenizer = Tokenizer.from_str(json.dumps(own))
+        blanks = normalizers.Sequence([normalizers.Prepend("▁"), blanks])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.normalizer = blanks
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.post_processor = with_bos(tokenizer)
     return tokenizer
 
@@ -108,10 +107,8 @@ def unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    special = ["<unk>", "<s>", "</s>"]
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
-    )
+    options = dict(special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainers.UnigramTrainer(vocab_size=300, **options))
     return tokenizer
 
 
@@ -177,15 +174,6 @@ def test_ids_and_text_are_those_of_transformers(folder, kind, text):
     assert ours.eot not in ids or kind == "unigram"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_attributes_are_those_of_transformers(folder, kind):
-    ours, reference = both(folder(kind))
-    assert (ours.vocab_size, ours.eot) == (len(reference), reference.eos_token_id)
-    assert [*ours.prefix, *ours.encode(MIXED)] == reference(MIXED, split_special_tokens=True).input_ids
-    assert ours.prefix == ([reference.bos_token_id] if kind in ("llama2", "gemma", "llama3") else [])
-    assert ours.token_bytes[ours.eot] == b"</s>" and ours.byte_lengths[ours.eot] == 0
-
-
 @pytest.mark.parametrize("kind", EXACT)
 @given(text=ANY, more=ANY)
 @settings(max_examples=15)
@@ -198,28 +186,43 @@ def test_a_text_in_pieces(folder, kind, text, more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_spec_and_file(folder, kind, tmp_path):
-    tokenizer = build(f"hf:{folder(kind)}", lambda: pytest.fail("read the texts"))
-    tokenizer.save(tmp_path / "new")
-    again = from_spec(json.loads(json.dumps(tokenizer.spec)), tmp_path / "new" / "step_00000001")
-    assert (again.spec, again.hash) == (tokenizer.spec, tokenizer.hash)
-    assert (again.vocab_size, again.eot) == (tokenizer.vocab_size, tokenizer.eot)
-    assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist()
+def test_attributes_are_those_of_transformers(folder, kind, tmp_path):
+    """Of a new one, and of the one in the file that travels with shards and runs."""
+    reference = both(folder(kind))[1]
+    new = build(f"hf:{folder(kind)}", lambda: pytest.fail("read the texts"))
+    new.save(tmp_path / "new")
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (folder(kind) / "tokenizer.json").read_bytes()
+    again = from_spec(json.loads(json.dumps(new.spec)), tmp_path / "new" / "step_00000001")
+    assert (again.spec, again.hash) == (new.spec, new.hash)
+    for ours in (new, again):
+        assert (ours.vocab_size, ours.eot) == (len(reference), reference.eos_token_id)
+        assert [*ours.prefix, *ours.encode(MIXED)] == reference(MIXED, split_special_tokens=True).input_ids
+        assert ours.prefix == ([reference.bos_token_id] if kind in ("llama2", "gemma", "llama3") else [])
+        assert ours.token_bytes[ours.eot] == b"</s>" and ours.byte_lengths[ours.eot] == 0
+
+
+def of_parts(change, eos: str = "</s>") -> HFTokenizer:
+    """GPT-2's kind of tokenizer, the file of which was changed."""
+    return HFTokenizer(changed(change), {"eos_token": eos}, "x")
+
+
+def changed(change) -> bytes:
+    parts = json.loads(byte_level().to_str())
+    change(parts)
+    return json.dumps(parts).encode()
 
 
 def test_gaps_in_the_vocabulary_and_tokens_beyond_it():
     """The library numbers an added token by the size of the vocabulary, whatever the file says."""
-    parts = json.loads(byte_level().to_str())
-    vocabulary, parts["model"]["merges"] = parts["model"]["vocab"], []
-    n, last = len(vocabulary), max(vocabulary, key=vocabulary.get)
-    vocabulary[last] = n + 30
-    parts["added_tokens"].append(parts["added_tokens"][0] | {"id": n, "content": "<|far|>"})
-    content = json.dumps(parts)
-    tokenizer = HFTokenizer(content.encode(), {"eos_token": "<|far|>"}, "x")
-    reference = Tokenizer.from_str(content)
-    assert (tokenizer.vocab_size, tokenizer.eot) == (n + 31, reference.token_to_id("<|far|>"))
-    assert tokenizer.token_bytes[n + 5] == b"" and tokenizer.byte_lengths[n + 5] == 0
+
+    def change(parts: dict):
+        vocabulary, parts["model"]["merges"] = parts["model"]["vocab"], []
+        vocabulary[max(vocabulary, key=vocabulary.get)] = 530
+        parts["added_tokens"].append(parts["added_tokens"][0] | {"id": 500, "content": "<|far|>"})
+
+    tokenizer, reference = of_parts(change, "<|far|>"), Tokenizer.from_str(changed(change).decode())
+    assert (tokenizer.vocab_size, tokenizer.eot) == (531, reference.token_to_id("<|far|>"))
+    assert tokenizer.token_bytes[505] == b"" and tokenizer.byte_lengths[505] == 0
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
@@ -233,29 +236,24 @@ def test_only_byte_fallback_makes_bytes_of_numbers(fallback):
 
 
 def test_random_dropout_truncation_and_padding_of_the_file_are_off():
-    reference = byte_level()
-    parts = json.loads(reference.to_str())
-    parts["model"]["dropout"] = 0.9
-    parts["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    parts["padding"] = {
-        "strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-        "pad_token": "</s>",
-    }  # fmt: skip
-    tokenizer = HFTokenizer(json.dumps(parts).encode(), {"eos_token": "</s>"}, "x")
-    assert tokenizer.encode("the parallel block").tolist() == reference.encode("the parallel block").ids
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "</s>"}
+
+    def change(parts: dict):
+        parts["model"]["dropout"] = 0.9
+        parts.update(truncation=truncation, padding=padding | {"pad_to_multiple_of": None})
+
+    text = "the parallel block"
+    assert of_parts(change).encode(text).tolist() == byte_level().encode(text).ids
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [
-        {"tokenizer_config.json": {"eos_token": "</s>"}},
-        {"special_tokens_map.json": {"eos_token": {"content": "</s>", "lstrip": False}}},
-        {"generation_config.json": {"eos_token_id": [0, 1]}},
-        {"config.json": {"eos_token_id": 0}},
-        {"tokenizer_config.json": {"eos_token": "</s>", "bos_token": None}, "config.json": {"eos_token_id": 7}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("configs", [
+    {"tokenizer_config.json": {"eos_token": "</s>"}},
+    {"special_tokens_map.json": {"eos_token": {"content": "</s>", "lstrip": False}}},
+    {"generation_config.json": {"eos_token_id": [0, 1]}},
+    {"config.json": {"eos_token_id": 0}},
+    {"tokenizer_config.json": {"eos_token": "</s>", "bos_token": None}, "config.json": {"eos_token_id": 7}},
+], ids=str)  # fmt: skip
 def test_where_end_of_text_is_found(folder, tmp_path, configs):
     for name, config in configs.items():
         (tmp_path / name).write_text(json.dumps(config))
@@ -264,36 +262,28 @@ def test_where_end_of_text_is_found(folder, tmp_path, configs):
     assert (tokenizer.eot, tokenizer.special["eos_token"]) == (0, "</s>")
 
 
-def damaged(change) -> bytes:
-    parts = json.loads(byte_level().to_str())
-    change(parts)
-    return json.dumps(parts).encode()
+WORDPIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+WHOLE = changed(lambda parts: None)
 
 
-@pytest.mark.parametrize(
-    "content,config,words",
-    [
-        (b"", "{}", "is damaged"),
-        (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
-        (b'{"model": {}}', "{}", "is damaged"),
-        (b"[" * 100_000, "{}", "is damaged"),
-        (damaged(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
-        (damaged(lambda parts: parts.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})), "{}",
-         "the decoder WordPiece, so its tokens have no bytes; use a byte-level"),
-        (damaged(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
-        (damaged(lambda parts: None), '{"eos_token": "<eos>"}', "has no end-of-text token"),
-        (damaged(lambda parts: None), "{", "tokenizer_config.json is damaged"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content, config, words", [
+    (b"", "{}", "is damaged"),
+    (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
+    (b'{"model": {}}', "{}", "is damaged"),
+    (b"[" * 100_000, "{}", "is damaged"),
+    (changed(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
+    (changed(lambda parts: parts.update(decoder=WORDPIECE)), "{}", "WordPiece, so its tokens have no bytes; use a"),
+    (changed(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
+    (WHOLE, '{"eos_token": "<eos>"}', "has no end-of-text token"),
+    (WHOLE, "{", "tokenizer_config.json is damaged"),
+    (None, "{}", "lacks tokenizer.json; `hf download NAME"),
+])  # fmt: skip
 def test_bad_files_are_one_line(tmp_path, content, config, words):
-    (tmp_path / "tokenizer.json").write_bytes(content)
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(ValueError) as e:
-        build(f"hf:{tmp_path}", list)
-    assert words in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 300 + len(str(tmp_path))
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="lacks tokenizer.json; `hf download NAME"):
-        build(f"hf:{tmp_path}", list)
+    message = error(build, f"hf:{tmp_path}", list)
+    assert words in message and len(message) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("name, value", {"sha256": "0", "vocab_size": 7, "file": "/etc/passwd", "special": {}}.items())
@@ -307,23 +297,11 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, name, value):
     assert words in error(from_spec, tokenizer.spec | {name: value}, tmp_path)
 
 
-# -------------------------------------------------------------------------------------------------------- written
-
-
-def gpt2_of_other_merges() -> GPT2Tokenizer:
-    """GPT-2's tokenizer with merges that need no network."""
-    tokenizer = GPT2Tokenizer()
-    tokenizer.merges = [tuple(pair) for pair in json.loads(train_bpe(TEXTS, 700).content)["model"]["merges"]]
-    tokenizer.eot = 256 + len(tokenizer.merges)
-    tokenizer.vocab_size = tokenizer.eot + 1
-    return tokenizer
-
-
 CHARS = "".join(sorted({*TEXTS[0], *TEXTS[1], *"\x00\u2028<|>"}))
 OURS = {
     "char": CharTokenizer(CHARS),
     "byte": ByteTokenizer(),
-    "gpt2": gpt2_of_other_merges(),
+    "gpt2": gpt2_of_other_merges(TEXTS),
     "bpe": train_bpe([*TEXTS, "  " * 200, "a" * 50, "ab" * 40] * 2, 900),
 }
 
@@ -365,24 +343,24 @@ def test_our_own_can_be_read_again(tmp_path, kind):
 
 
 def test_the_same_tokens_in_another_order_are_others():
-    parts = json.loads(OURS["bpe"].content)
+    ours = OURS["bpe"]
+    parts = json.loads(ours.content)
+    same = HFTokenizer(json.dumps(parts).encode(), ours.special, "x")
     vocabulary = parts["model"]["vocab"]
     *_, a, b = vocabulary
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    other = HFTokenizer(json.dumps(parts).encode(), OURS["bpe"].special, "x")
-    assert (other.vocab_size, other.eot) == (OURS["bpe"].vocab_size, OURS["bpe"].eot)
-    assert not OURS["bpe"].same_tokens(other) and other.hash != OURS["bpe"].hash
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    assert OURS["bpe"].same_tokens(HFTokenizer(json.dumps(parts).encode(), OURS["bpe"].special, "x"))
+    vocabulary |= {a: vocabulary[b], b: vocabulary[a]}
+    other = HFTokenizer(json.dumps(parts).encode(), ours.special, "x")
+    assert (other.vocab_size, other.eot) == (ours.vocab_size, ours.eot)
+    assert ours.same_tokens(same) and not ours.same_tokens(other) and other.hash != ours.hash
 
 
-WHOLE = [*TEXTS, MIXED, " a", "e\u0301", "it's\n\n \n2026", "a<|endoftext|>b</s>c", "<tool>x"]
+SENTENCES = [*TEXTS, MIXED, " a", "e\u0301", "it's\n\n \n2026", "a<|endoftext|>b</s>c", "<tool>x"]
 
 
 def same_ids(path: Path, tokenizer) -> bool:
     """Whether AutoTokenizer and the tokenizer give the same ids for texts, and for texts with the first tokens."""
     reference = transformers.AutoTokenizer.from_pretrained(path)
-    texts = ["".join(c for c in text if tokenizer.spec["kind"] != "char" or c in CHARS) for text in WHOLE]
+    texts = ["".join(c for c in text if tokenizer.spec["kind"] != "char" or c in CHARS) for text in SENTENCES]
     ours = [tokenizer.encode(text).tolist() for text in texts]
     whole = [reference(text, split_special_tokens=True).input_ids for text in texts]
     same = [theirs(reference, text) for text in texts] == ours and whole == [[*tokenizer.prefix, *ids] for ids in ours]

@@ -12,7 +12,7 @@ import torch
 from helpers import IN_FLOAT64, TINY, distance, losses, metrics, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error, files_of, load, validates
+from preparing import args, error, load, validates
 from ranks import launch, train_main, train_runs
 
 import evaluate
@@ -61,9 +61,6 @@ def naive_document(source: str, target: str) -> tuple[list[int], list[int]]:
     return a + b, [2, *[0] * (len(a) - 1), *[1] * len(b)]
 
 
-# ------------------------------------------------------------------------------------------------------- preparation
-
-
 @pytest.mark.parametrize("name, threads", [("x.jsonl", 1), ("x.jsonl", 3), ("x.parquet", 3)])
 def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):
     path = write(tmp_path / name, [{"question": a, "other": i, "answer": b} for i, (a, b) in enumerate(ROWS)])
@@ -93,21 +90,6 @@ def test_a_chat_has_the_assistants_contents_as_targets(tmp_path):
     assert [m & 2 for m in marks] == [2, *[0] * (n - 1)]
 
 
-def test_an_interrupted_preparation_goes_on(tmp_path, small, monkeypatch):
-    whole = files_of(prepared(tmp_path, shard_tokens=40))
-    (tmp_path / "b").mkdir()
-    real, calls = corpus.encode, iter(range(40))
-    monkeypatch.setattr(corpus, "encode", lambda *a: real(*a) if next(calls, None) is not None else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        prepared(tmp_path / "b", shard_tokens=40, threads=1)
-    saved = json.loads((tmp_path / "b" / "out" / ".preparing" / "progress.json").read_text())
-    assert saved["place"] and len(saved["splits"]["train_mask"]["shards"]) > 1
-    monkeypatch.setattr(corpus, "encode", real)
-    assert files_of(prepared(tmp_path / "b", shard_tokens=40)) == whole
-    prepared(tmp_path / "b", [("a", "b")] * 30)  # and the old masks are gone
-    assert len(list((tmp_path / "b" / "out").glob("train_mask_*"))) == 1
-
-
 TEXT = {"a": "b", "b": "c"}
 
 
@@ -130,9 +112,6 @@ def test_what_has_no_pairs_is_refused(tmp_path, record, pairs, flags, words):
         path = write(tmp_path / "x.jsonl", [record])
     message = error(prepare, path, tmp_path / "out", pairs, **flags)
     assert words.replace(":1", f"{path}:1") in message and not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------- batches
 
 
 def opened(folder: Path, split: str = "train", **flags):
@@ -185,16 +164,13 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
     batches = list(eval_batches(stream, objective, 1))
     assert len(batches) == len(groups)
     for group, batch in zip(groups, batches, strict=True):
-        row = {key: value[0].tolist() for key, value in batch.items()}
+        row, n = {key: value[0].tolist() for key, value in batch.items()}, len(group)
         if name == "causal":
             start, end = found[group[0]][0], found[group[-1]][2]
-            assert row["idx"] == (ids[start:end] + [0] * T)[:T]
-            expected = [ids[t] if marks[t] & 1 else -1 for t in range(start + 1, end)]
-            assert row["targets"] == (expected + [-1] * T)[:T]
+            assert row["idx"] == padded(ids[start:end], T, 0)
+            assert row["targets"] == padded([ids[t] if marks[t] & 1 else -1 for t in range(start + 1, end)], T, -1)
             numbers = [k for k, i in enumerate(group) for _ in range(sizes[i][0])]
-            docs_found = row["docs"][: len(numbers)]
-            assert [d - docs_found[0] for d in docs_found] == numbers[:T]
-            assert {*row["docs"][len(numbers) :]} <= {docs_found[0] + len(group)}
+            assert [number - row["docs"][0] for number in row["docs"]] == padded(numbers, T, n)
             continue
         source, source_docs, idx, targets, numbers = [], [], [], [], []
         for k, i in enumerate(group):
@@ -204,11 +180,13 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
             idx += [EOT, *ids[target : end - 1]]
             targets += [ids[t] if marks[t] & 1 else -1 for t in range(target, end)]
             numbers += [k] * (end - target)
-        assert row["source"][: len(source)] == source and row["source_docs"][: len(source)] == source_docs
-        assert {*row["source_docs"][len(source) :]} <= {len(group)}
-        assert row["idx"][: len(idx)] == idx and row["targets"] == targets + [-1] * (T - len(targets))
-        assert row["docs"] == numbers + [numbers[-1]] * (T - len(numbers))
-        assert [len(row[key]) for key in ("source", "source_docs", "idx", "docs")] == [T] * 4
+        assert row["source"][: len(source)] == source and row["source_docs"] == padded(source_docs, T, n)
+        assert row["idx"][: len(idx)] == idx and row["targets"] == padded(targets, T, -1)
+        assert row["docs"] == padded(numbers, T, numbers[-1]) and len(row["source"]) == len(row["idx"]) == T
+
+
+def padded(values: list[int], length: int, fill: int) -> list[int]:
+    return (values + [fill] * length)[:length]
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -256,9 +234,6 @@ def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
         train.main([*flags, f"--dataset={dataset}", f"--out_dir={tmp_path / name}", *start])
         assert f"\npairs = {settled} " in (tmp_path / name / "config.py").read_text()
         start = [f"--init_from=checkpoint:{tmp_path / name}"]
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_wrong_masks_are_refused(tmp_path):
@@ -316,9 +291,6 @@ def test_pairs_false_trains_on_all_tokens(tmp_path):
     batch = next(eval_batches(stream, objective, 2))
     assert batch.keys() == {"idx", "targets"} and not cfg.doc_mask
     assert torch.equal(batch["idx"][0], torch.tensor(read_all(stream)[:16])) and (batch["targets"] >= 0).all()
-
-
-# ----------------------------------------------------------------------------------------------- answers and samples
 
 
 WORDS = {"ab": "AB", "cde": "CDE", "xyz": "X"}  # two sources of one length have answers of different lengths

@@ -8,7 +8,7 @@ import pickle
 import resource
 import stat
 import struct
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 from helpers import read_all, shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import error
+from preparing import error, files_of
 
 from data import files
 from data.dataset import TokenStream, open_data
@@ -37,9 +37,6 @@ def prepare(folder, train=range(200), val=range(100, 150), **options) -> Path:
     return Path(folder)
 
 
-# ------------------------------------------------------------------------------------------------------------ format
-
-
 def test_written_bytes_are_the_format(tmp_path):
     prepare(tmp_path, train=range(250), shard_tokens=100)
     parts = [range(100), range(100, 200), range(200, 250)]
@@ -56,21 +53,18 @@ def test_written_bytes_are_the_format(tmp_path):
 
 
 def test_the_largest_id_of_a_shard_may_be_of_any_document(tmp_path):
-    documents = [[1, 9, 2], [3, 4], [200, 5], [6]]
     with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5) as out:
-        for document in documents:
+        for document in [1, 9, 2], [3, 4], [200, 5], [6]:
             out.add("train", np.array(document))
     shards = json.loads((tmp_path / "meta.json").read_text())["splits"]["train"]["shards"]
     assert [shard["max_token"] for shard in shards] == [9, 200]
 
 
 @pytest.mark.parametrize("vocab_size, magic, version, code", [(65_536, 20240520, 1, "H"), (65_537, 20240801, 7, "I")])
-def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, magic, version, code):
-    tokenizer = ByteTokenizer()
-    tokenizer.vocab_size = vocab_size
+def test_dtype_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, magic, version, code):
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", vocab_size)
     tokens = [0, vocab_size - 1, 7]
-    with ShardWriter(tmp_path, tokenizer) as out:
-        out.add("train", np.array(tokens))
+    prepare(tmp_path, train=tokens)
     assert (tmp_path / "train_000000.bin").read_bytes() == shard_bytes(tokens, magic, version, code=code)
 
 
@@ -110,9 +104,6 @@ def test_more_shards_than_a_process_may_open_by_itself(tmp_path):
         assert len(open_data(tmp_path).split("train")) == 200
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-# --------------------------------------------------------------------------------------------------- foreign folders
 
 
 def test_raw_nanogpt_files(tmp_path):
@@ -161,29 +152,21 @@ def test_megatron_pairs(tmp_path, code, letter):
     assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
 
 
-INDEX = index_bytes([3, 1, 2], [0, 2, 3])
-BAD_INDEX = {
-    "other magic": (b"X" + INDEX[1:], "x_train_y.idx is no index of Megatron"),
-    "floats": (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, and known are 1, 2, 3, 4"),
-    "other width": (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin has 12 bytes, and"),
-}
-
-
-@pytest.mark.parametrize("content, fact", BAD_INDEX.values(), ids=BAD_INDEX)
+@pytest.mark.parametrize("content, fact", [
+    (b"X" + index_bytes([3, 1, 2], [0, 2, 3])[1:], "x_train_y.idx is no index of Megatron"),
+    (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, and known are 1, 2, 3, 4"),
+    (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin has 12 bytes, and"),
+])  # fmt: skip
 def test_damaged_index_is_one_line(tmp_path, content, fact):
     (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
     (tmp_path / "x_train_y.idx").write_bytes(content)
     assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
 
 
-# ---------------------------------------------------------------------------------------------------------- mixtures
-
-
-MIXTURES = {"0.7,0.3": [7, 3], "1,1,1": [1, 1, 1], "4,2.0": [2, 1], "1,1000000": [1, 10_000]}
-MIXTURES["0.3333333333,0.6666666667"] = [3333, 6667]
-
-
-@pytest.mark.parametrize("text, weights", MIXTURES.items())
+@pytest.mark.parametrize("text, weights", [
+    ("0.7,0.3", [7, 3]), ("1,1,1", [1, 1, 1]), ("4,2.0", [2, 1]), ("1,1000000", [1, 10_000]),
+    ("0.3333333333,0.6666666667", [3333, 6667]),
+])  # fmt: skip
 def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text, weights):
     monkeypatch.chdir(tmp_path)
     numbers = text.split(",")
@@ -219,19 +202,16 @@ def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
     assert fact in error(open_data, name)
 
 
-# ------------------------------------------------------------------------------------------------------------ damage
-
 GOOD = shard_bytes(range(200))
-DAMAGE = {
-    "cut in the tokens": (GOOD[:-2], "has 1422 bytes, and its header or .idx gives 1424, so it is truncated"),
-    "no tokens": (shard_bytes([]), "holds no tokens"),
-    "other magic": (shard_bytes(range(200), magic=20240521), "is no shard, which begins with 20240520 or 20240801"),
-    "other version": (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
-    "another whole shard": (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
-}
 
 
-@pytest.mark.parametrize("content, fact", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("content, fact", [
+    (GOOD[:-2], "has 1422 bytes, and its header or .idx gives 1424, so it is truncated"),
+    (shard_bytes([]), "holds no tokens"),
+    (shard_bytes(range(200), magic=20240521), "is no shard, which begins with 20240520 or 20240801"),
+    (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
+    (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
+], ids=range(5))  # fmt: skip
 def test_damaged_shard_is_one_line(tmp_path, content, fact):
     folder = prepare(tmp_path / "set")
     (folder / "train_000000.bin").write_bytes(content)
@@ -247,21 +227,20 @@ def test_damaged_shard_is_one_line(tmp_path, content, fact):
 def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
     """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
     folder = tmp_path_factory.mktemp("damage")
-    files = {"train_000000.bin": GOOD}
-    kind = data.draw(st.sampled_from(["a shard", "Megatron's"]))
-    if kind == "Megatron's":
-        files = {"x_train_y.idx": index_bytes([150, 50], [0, 1, 2]), "x_train_y.bin": GOOD[1024:]}
-    for name, content in files.items():
+    shard = [("train_000000.bin", GOOD, 1024)]
+    index = index_bytes([150, 50], [0, 1, 2])
+    pair = [("x_train_y.idx", index, len(index)), ("x_train_y.bin", GOOD[1024:], 0)]
+    files = data.draw(st.sampled_from([shard, pair]))
+    for name, content, _ in files:
         (folder / name).write_bytes(content)
-    name = data.draw(st.sampled_from(sorted(files)))
-    content, header = files[name], {"x_train_y.idx": len(files[name]), "x_train_y.bin": 0}.get(name, 1024)
+    name, content, header = data.draw(st.sampled_from(files))
     damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"] if header else ["cut", "lengthen"]))
     if damage == "cut":
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     elif damage == "lengthen":
         content += data.draw(st.binary(min_size=1, max_size=9))
     else:
-        at = data.draw(st.one_of(st.integers(0, 33), st.integers(0, header - 1)))  # most fields are at the start
+        at = data.draw(st.integers(0, 33) | st.integers(0, header - 1))  # most fields are at the start
         content = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
     (folder / name).write_bytes(content)
     try:
@@ -287,32 +266,31 @@ def test_token_ids_outside_the_vocabulary(tmp_path):
         assert "holds token id 300, but the vocabulary has only 257" in message
 
 
-@pytest.mark.parametrize("changed", range(7))
-def test_ranks_share_the_checksums(tmp_path, monkeypatch, changed):
+def test_ranks_share_the_checksums(tmp_path, monkeypatch):
     """Whichever of the 7 shards was changed, one of 3 ranks finds it, although each has several shards to verify."""
-    folder = prepare(tmp_path, shard_tokens=30)
-    name = f"train_{changed:06d}.bin"
-    content = bytearray((folder / name).read_bytes())
-    content[-1] ^= 1
-    (folder / name).write_bytes(content)
-    found = []
-    for rank in range(3):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "3")
-        try:
-            open_data(folder, verify=True).split("train")
-        except ValueError as e:
-            found.append((rank, str(e)))
-    assert len(found) == 1 and found[0][0] == changed % 3 and f"{name} was changed" in found[0][1]
+    prepare(tmp_path, shard_tokens=30)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for changed, path in enumerate(sorted(tmp_path.glob("train_*"))):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        found = []
+        for rank in range(3):
+            monkeypatch.setenv("RANK", str(rank))
+            with suppress(ValueError):
+                open_data(tmp_path, verify=True).split("train")
+                found.append(rank)
+        assert found == [rank for rank in range(3) if rank != changed % 3]
+        path.write_bytes(content)
 
 
-def test_verify_needs_checksums(tmp_path):
+def test_only_verify_reads_a_shard(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"ab")
     message = error(open_data(tmp_path, vocab_size=65_536, verify=True).split, "train")
     assert "train.bin cannot be verified" in message and message.endswith("pass --verify_data=False")
-
-
-# --------------------------------------------------------------------------------------------------------- open_data
+    folder = prepare(tmp_path / "set")
+    (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
+    assert len(open_data(folder).split("train")) == 200  # else each start of a run would read all data
+    assert "train_000000.bin was changed" in error(open_data(folder, verify=True).split, "train")
 
 
 def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
@@ -339,49 +317,25 @@ def test_vocabulary_flag(tmp_path):
     assert "has a vocabulary of 257, more than vocab_size=256" in error(open_data, folder, vocab_size=256)
 
 
-# ----------------------------------------------------------------------------------------------------- interruptions
-
-
-def test_an_interrupted_preparation_leaves_the_old_data(tmp_path):
-    prepare(tmp_path)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(KeyboardInterrupt):
-        with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5) as out:
-            out.add("train", np.arange(13))
-            raise KeyboardInterrupt
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_stale_shards_go_and_other_files_stay(tmp_path):
-    prepare(tmp_path, train=range(250), shard_tokens=50)
-    (tmp_path / "prepare.py").touch()
+def test_a_preparation_replaces_the_one_before_as_a_whole(tmp_path):
+    """Until it ends, the old data stay; then its shards are gone, and the files of others and open streams are not."""
+    with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=50) as out:
+        out.add("train", np.arange(250))
+        out.add("train_mask", np.array([2, *[1] * 249]), 0)
+    before = files_of(tmp_path)
+    with pytest.raises(KeyboardInterrupt), ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=5) as out:
+        out.add("train", np.arange(13))
+        raise KeyboardInterrupt
+    assert files_of(tmp_path) == before
+    stream = open_data(tmp_path).split("train")
+    assert len(stream.mask.shards) == 5
     (tmp_path / "input.txt").touch()
-    with ShardWriter(tmp_path, ByteTokenizer()) as out:
-        out.add("train", np.arange(9))
-    assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "prepare.py", "train_000000.bin"]
-
-
-def test_an_open_stream_survives_a_new_preparation(tmp_path):
-    stream = open_data(prepare(tmp_path)).split("train")
-    prepare(tmp_path, train=[0] * 200)
-    assert read_all(stream) == list(range(200))
-
-
-def test_two_preparations_do_not_mix(tmp_path):
     with ShardWriter(tmp_path, ByteTokenizer()) as out:
         out.add("train", np.arange(4))
         assert f"out={tmp_path} belongs to process {os.getpid()} on" in error(prepare, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "train_000000.bin"]
+    assert read_all(stream) == list(range(250))
     assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2, 3]
-
-
-def test_opening_does_not_read_a_prepared_shard(tmp_path):
-    """The recorded largest id replaces a scan; otherwise each start of a run would read all data."""
-    folder = prepare(tmp_path)
-    (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
-    assert len(open_data(folder).split("train")) == 200  # `verify` or a batch finds the wrong id
-
-
-# ------------------------------------------------------------------------------------------------------ files of others
 
 
 def test_files_of_others_stay(tmp_path, monkeypatch):
@@ -413,17 +367,17 @@ def test_a_file_is_written_at_its_own_name_only(tmp_path):
         (tmp_path / f".tmp-{name}").symlink_to(tmp_path / "mine")
     files.write_file(tmp_path / "a", b"new")
     files.write_file(tmp_path / "a", b"newer")
-    umask = os.umask(0)
-    os.umask(umask)
-    assert (tmp_path / "a").read_bytes() == b"newer" and (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask
-    assert sorted(os.listdir(tmp_path)) == [".tmp-a", ".tmp-mine", "a", "mine"]
+    (tmp_path / "b").touch()
+    modes = {(tmp_path / name).stat().st_mode for name in "ab"}
+    assert (tmp_path / "a").read_bytes() == b"newer" and len(modes) == 1
+    assert sorted(os.listdir(tmp_path)) == [".tmp-a", ".tmp-mine", "a", "b", "mine"]
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Not a regular file"):
         files.write_file(tmp_path / "pipe", b"new")
     with pytest.raises(OSError, match="No space"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         files.write_file(tmp_path / "mine", b"new")
-    assert (tmp_path / "mine").read_text() == "mine" and len(os.listdir(tmp_path)) == 5
+    assert (tmp_path / "mine").read_text() == "mine" and len(os.listdir(tmp_path)) == 6
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
