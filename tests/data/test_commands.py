@@ -170,7 +170,6 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, in_this_process, s
 
 def test_sizes_of_the_next_command(monkeypatch):
     mine, flags = command.DATA / "mine", "config/train_pycode.py --dataset=mine --out_dir=out/mine"
-    assert command.next_command(command.DATA / "openwebtext", [10**10, 10**7]) == "python train.py config/train_gpt2.py"
     assert command.next_command(mine, [10**6, 257]) == f"python train.py {flags}"
     assert command.next_command(mine, [10**6, 256]) == f"python train.py {flags} --block_size=255"
     assert "--block_size" not in command.next_command(mine, [9000, 40], pairs=True)  # too short for a long pair

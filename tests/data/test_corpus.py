@@ -147,7 +147,17 @@ def test_memory_is_bounded(tmp_path):
     assert sum(tokens[s]["tokens"] for s in tokens) == 17 * 600_000 + 1500 * 19_000 + 1501 + 4
 
 
+def archive() -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    return made.getvalue()
+
+
 LINE = b'{"text": "a"}\n'
+DOCUMENTS = ("file", "line", "paragraph")
+LONG = b"word " * 30_000
+WITH_BREAKS = b"short\n\n" + (b"word " * 15 + b"\n") * 2000
 BAD = [
     ("a.jsonl", LINE + b"\n{nope\n", "a.jsonl:3 is not JSON"),
     ("a.jsonl", LINE + b"[1]", "a.jsonl:2 is not a JSON object"),
@@ -158,16 +168,43 @@ BAD = [
     ("a.txt", b"ab\n\ncd\naf\xe9\n", "a.txt is not UTF-8 text: byte 9 is 0xe9"),
     ("a.parquet", b"", "a.parquet cannot be read ("),
     *((name, b"\0garbage" * 100, f"{name} cannot be read (") for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet")),
+    ("a.txt", b'\n{"text": "one"}\n', "a.txt holds JSON objects, and its name says text; name it .jsonl"),
+    ("a.md.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), "holds JSON objects"),
+    ("a.json", b'[{"text": "one"}]', "one object a line, as jq -c '.[]' does of a list"),
+    ("a.json", b'[\n {"text": "one"}\n]', "one object a line, as jq -c '.[]' does of a list"),
+    ("a.tar", archive(), "holds NUL bytes, as archives and UTF-16 do; unpack or convert it"),
+    ("a.tar.gz", gzip.compress(archive()), "holds NUL bytes"),
+    ("a.txt", "one".encode("utf-16-le"), "holds NUL bytes"),
+    ("a.txt.zst", bytes.fromhex("28b52ffd00a8290000") + b"hello",
+     "was compressed with a window of more than 128 MB; unpack it with zstd -d --long=31"),
+    ("a.jsonl", LONG, "a.jsonl:1 has more than"),
+    ("a.txt", b"", "the split train has 0 tokens, and needs two; add text, cut it into more documents"),
+]  # fmt: skip
+BAD = [(*row, DOCUMENTS) for row in BAD] + [
+    ("a.txt", LONG, "the document that begins at byte 0 has more than", ["file", "line"]),
+    ("a.txt", WITH_BREAKS, "the document that begins at byte 7 has more than", ["paragraph"]),
+    ("a.txt", b"one", "has 0 tokens, and needs two", ["line", "paragraph"]),
+    ("a.txt", b"o", "has 0 tokens, and needs two", ["file"]),
 ]
-DOCUMENTS = ("file", "line", "paragraph")
 
 
-@pytest.mark.parametrize("name, content, words", BAD)
-def test_bad_files_and_lines_are_named(tmp_path, name, content, words):
+@pytest.mark.parametrize("name, content, words, kinds", BAD)
+def test_bad_files_and_lines_are_named(tmp_path, monkeypatch, name, content, words, kinds):
+    monkeypatch.setattr(sources, "LARGEST", 120_000)
     (tmp_path / name).write_bytes(content)
-    for documents in DOCUMENTS:
-        assert words in error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
+    for documents in kinds:
+        message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
+        assert words in message
+        if "has more than" in words:
+            assert ("--documents=line" in message) == (name == "a.txt")  # which has no effect on records
     assert not (tmp_path / "out" / PREPARING).exists()
+
+
+@pytest.mark.parametrize("fraction, split", [(1e-9, "val"), (1 - 1e-9, "train")])
+def test_both_splits_get_a_document(tmp_path, fraction, split):
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
+    message = error(prepare, args(tmp_path / "out", val_fraction=fraction), [str(tmp_path / "a.txt")], "line")
+    assert message.startswith(f"the split {split} has 0 tokens, and needs two; add text, cut it")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -190,23 +227,6 @@ def test_fields_of_a_table_are_named(tmp_path, monkeypatch):
     assert "a.parquet, row 1: id is 0, not text" in said("id")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert "a.parquet needs pyarrow.parquet to be read; pip install -e .[data]" in said("text")
-
-
-LONG = b"word " * 300
-
-
-@pytest.mark.parametrize("documents, name, content, where", [
-    ("file", "a.txt", LONG, "the document that begins at byte 0"),
-    ("line", "a.txt", LONG, "the document that begins at byte 0"),
-    ("paragraph", "a.txt", b"short\n\n" + (b"word " * 15 + b"\n") * 20, "the document that begins at byte 7"),
-    ("file", "a.jsonl", LONG, "a.jsonl:1"),
-])  # fmt: skip
-def test_documents_that_are_too_long(tmp_path, monkeypatch, documents, name, content, where):
-    monkeypatch.setattr(sources, "LARGEST", 1000)
-    (tmp_path / name).write_bytes(content)
-    message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
-    assert f"{where} has more than" in message
-    assert ("--documents=line" in message) == (name == "a.txt")  # which has no effect on records
 
 
 def test_a_paragraph_without_end_is_not_kept(monkeypatch):
@@ -284,16 +304,6 @@ def test_what_cannot_be_encoded_is_named(tmp_path, small, monkeypatch):
     assert "7.txt, document 3 cannot be encoded (the char vocabulary" in message and "'\\xac'" in message
 
 
-@pytest.mark.parametrize("text, documents, fraction, split", [
-    ("", "file", 0.2, "train"), ("one\ntwo\n", "paragraph", 0.2, ""), ("one", "line", 0.2, ""), ("o", "file", 0.2, ""),
-    ("one\ntwo\n\nthree\n", "line", 1e-9, "val"), ("one\ntwo\n\nthree\n", "line", 1 - 1e-9, "train"),
-])  # fmt: skip
-def test_both_splits_get_a_document(tmp_path, text, documents, fraction, split):
-    (tmp_path / "a.txt").write_text(text)
-    message = error(prepare, args(tmp_path / "out", val_fraction=fraction), [str(tmp_path / "a.txt")], documents)
-    assert message.startswith(f"the split {split}") and " has 0 tokens, and needs two; add text, cut it" in message
-
-
 def test_find_files(tmp_path, monkeypatch, capsys):
     """Hidden and other names are left out of folders, links are followed once, and a file that has two names is read
     once; what was left out is said."""
@@ -330,33 +340,6 @@ def test_records_by_every_name(tmp_path, name, mark):
     content = mark + b'{"text": "one"}\n{"text": "two"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     assert read(tmp_path / name) == ["one", "two"] and sources.RECORDS.search(name)
-
-
-def archive() -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        tar.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
-    return made.getvalue()
-
-
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("a.txt", b'\n{"text": "one"}\n', "a.txt holds JSON objects, and its name says text; name it .jsonl"),
-        ("a.md.gz", b'{"text": "one"}\n{"text": "two"}\n', "holds JSON objects"),
-        ("a.json", b'[{"text": "one"}]', "one object a line, as jq -c '.[]' does of a list"),
-        ("a.json", b'[\n {"text": "one"}\n]', "one object a line, as jq -c '.[]' does of a list"),
-        ("a.tar", archive(), "holds NUL bytes, as archives and UTF-16 do; unpack or convert it"),
-        ("a.tar.gz", archive(), "holds NUL bytes"),
-        ("a.txt", "one".encode("utf-16-le"), "holds NUL bytes"),
-        ("a.txt.zst", bytes.fromhex("28b52ffd00a8290000") + b"hello",
-         "was compressed with a window of more than 128 MB; unpack it with zstd -d --long=31"),
-    ],
-)  # fmt: skip
-def test_other_formats_are_no_text(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    for documents in DOCUMENTS:
-        assert words in error(read, tmp_path / name, documents)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):

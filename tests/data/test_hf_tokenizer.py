@@ -121,6 +121,13 @@ KINDS = {
     "gemma": lambda: sentencepiece(False),
     "unigram": unigram,
 }
+CHARS = "".join(sorted({*TEXTS[0], *TEXTS[1], *"\x00\u2028<|>"}))
+OURS = {
+    "char": CharTokenizer(CHARS),
+    "byte": ByteTokenizer(),
+    "our gpt2": gpt2_of_other_merges(TEXTS),
+    "bpe": train_bpe([*TEXTS, "  " * 200, "a" * 50, "ab" * 40] * 2, 900),
+}
 NEARLY_QWEN2 = {
     "with Llama 3's words": lambda: qwen2(LLAMA3),
     "without NFC": lambda: qwen2(nfc=False),
@@ -132,14 +139,18 @@ EXACT = ["gpt2", "llama3", "llama2", "gemma"]  # give back every text
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """folder(kind): a folder with the tokenizer of this kind."""
+    """folder(kind): a folder with the tokenizer of this kind, one of ours as we write it for a Llama."""
 
     @cache
     def make(kind: str) -> Path:
         path = tmp_path_factory.mktemp(kind)
-        (KINDS | NEARLY_QWEN2)[kind]().save(str(path / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
-        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        if kind in OURS:
+            export_tokenizer(OURS[kind], path)
+            transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(path)
+        else:
+            (KINDS | NEARLY_QWEN2)[kind]().save(str(path / "tokenizer.json"))
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+            (path / "tokenizer_config.json").write_text(json.dumps(config))
         return path
 
     return make
@@ -148,6 +159,10 @@ def folder(tmp_path_factory):
 @cache
 def both(path: Path):
     return HFTokenizer.from_folder(path), transformers.AutoTokenizer.from_pretrained(path)
+
+
+def tokenizer_of(folder, kind: str):
+    return OURS.get(kind) or both(folder(kind))[0]
 
 
 def theirs(tokenizer, text: str) -> list[int]:
@@ -297,37 +312,14 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, name, value):
     assert words in error(from_spec, tokenizer.spec | {name: value}, tmp_path)
 
 
-CHARS = "".join(sorted({*TEXTS[0], *TEXTS[1], *"\x00\u2028<|>"}))
-OURS = {
-    "char": CharTokenizer(CHARS),
-    "byte": ByteTokenizer(),
-    "gpt2": gpt2_of_other_merges(TEXTS),
-    "bpe": train_bpe([*TEXTS, "  " * 200, "a" * 50, "ab" * 40] * 2, 900),
-}
-
-
-@pytest.fixture(scope="session")
-def exported(tmp_path_factory):
-    """exported(kind): AutoTokenizer of what was written, in a folder with the config.json of a Llama."""
-
-    @cache
-    def make(kind: str):
-        path = tmp_path_factory.mktemp(kind)
-        export_tokenizer(OURS[kind], path)
-        transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(path)
-        return transformers.AutoTokenizer.from_pretrained(path)
-
-    return make
-
-
 SAME_LETTERS = st.text("ab ", max_size=40)  # tokens overlap in many ways
 
 
 @pytest.mark.parametrize("kind", OURS)
 @settings(max_examples=40)
 @given(text=ANY | SAME_LETTERS)
-def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
-    reference, text = exported(kind), "".join(c for c in text if kind != "char" or c in CHARS)
+def test_what_is_written_gives_the_same_ids_and_text(folder, kind, text):
+    reference, text = both(folder(kind))[1], "".join(c for c in text if kind != "char" or c in CHARS)
     ids = theirs(reference, text)
     assert ids == OURS[kind].encode(text).tolist()
     assert reference.decode(ids, clean_up_tokenization_spaces=False) == text == OURS[kind].decode(ids)
@@ -336,9 +328,9 @@ def test_what_is_written_gives_the_same_ids_and_text(exported, kind, text):
 @pytest.mark.parametrize("kind", OURS)
 def test_our_own_can_be_read_again(tmp_path, kind):
     export_tokenizer(OURS[kind], tmp_path)
-    again = HFTokenizer.from_folder(tmp_path)
-    assert again.encode(MIXED).tolist() == OURS[kind].encode(MIXED).tolist()
-    assert (again.token_bytes, again.eot) == (OURS[kind].token_bytes, OURS[kind].eot)
+    again, ours = HFTokenizer.from_folder(tmp_path), OURS[kind]
+    assert again.encode(MIXED).tolist() == ours.encode(MIXED).tolist()
+    assert (again.token_bytes, again.eot) == (ours.token_bytes, ours.eot)
     assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
 
 
@@ -367,18 +359,13 @@ def same_ids(path: Path, tokenizer) -> bool:
     return same and len(reference) == tokenizer.vocab_size and reference.eos_token_id == tokenizer.eot
 
 
-EACH = [*OURS, *(f"hf:{kind}" for kind in KINDS)]
-CASES = [("hf:qwen2", "qwen2")]
+CASES = [("qwen2", "qwen2")]
 CASES += [  # a sixth, as all families write a tokenizer in the same way
     (kind, family)
-    for i, kind in enumerate(EACH)
+    for i, kind in enumerate([*OURS, *KINDS])
     for j, family in enumerate([*CHOICES, "superblock"])
     if family != "qwen2" and (i + j) % 6 == 0
 ]
-
-
-def tokenizer_of(folder, kind: str):
-    return OURS[kind] if kind in OURS else both(folder(kind.removeprefix("hf:")))[0]
 
 
 def model_config(tokenizer, **flags) -> ModelConfig:
@@ -400,14 +387,14 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, kind, family):
     assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
 
 
-@pytest.mark.parametrize("kind", ["char", "bpe", *(f"hf:{kind}" for kind in ("qwen2", "llama2", *NEARLY_QWEN2))])
+@pytest.mark.parametrize("kind", ["char", "bpe", "llama2", "qwen2", *NEARLY_QWEN2])
 def test_a_qwen2_has_a_tokenizer_of_its_own(folder, tmp_path, kind):
     """Beside its config.json, transformers ignores the rules of all others: a Llama is written, if it can be one."""
     tokenizer = tokenizer_of(folder, kind)
     plain, windows = (choose_of(tokenizer, flags) for flags in CHOICES["qwen2"])
     export_tokenizer(tokenizer, tmp_path)
     write_json(tmp_path / "config.json", {"model_type": "qwen2"})
-    if kind == "hf:qwen2":
+    if kind == "qwen2":
         assert same_ids(tmp_path, tokenizer) and plain == windows == "qwen2"
     else:
         assert not same_ids(tmp_path, tokenizer) and plain == "llama"
