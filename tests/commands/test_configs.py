@@ -102,7 +102,8 @@ def test_every_file_is_counted_and_has_its_own_out_dir():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_record_reads_back_equal(tmp_path, name):
-    path, cfg = tmp_path / "config.py", read(name)
+    path = tmp_path / "config.py"
+    cfg = read(name)
     dump(cfg, path)
     back = parse(Config, [str(path)])
     assert back == cfg and list(tmp_path.iterdir()) == [path]

@@ -32,7 +32,7 @@ RUNS = {
 def runs(tiny_data, tmp_path_factory) -> Path:
     """The folder of these runs, which evaluate the whole validation set at their end."""
     folder = tmp_path_factory.mktemp("evaluated")
-    flags = [*TINY, "--max_iters=20", "--eval_interval=0", "--eval_iters=0", f"--dataset={tiny_data}"]
+    flags = [*TINY, "--max_iters=8", "--eval_interval=0", "--eval_iters=0", f"--dataset={tiny_data}"]
     launch(1, train_runs, folder, [[*flags, *more, f"--out_dir={folder / name}"] for name, more in RUNS.items()])
     return folder
 
@@ -111,7 +111,7 @@ def test_a_data_set_equals_a_loop_in_float64(tiny_data, figures, runs, split):
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
     assert (found["tokens"], found["bytes"]) == (len(targets), n_bytes)
-    assert found["model"] == str(out / "step_00000020") and found["data"].endswith(split)
+    assert found["model"] == str(out / "step_00000008") and found["data"].endswith(split)
 
 
 def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path):
@@ -123,7 +123,7 @@ def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path):
         (tmp_path / "text.txt").write_bytes(text)
         nats, targets = total_nats(model, torch.tensor(list(text)))
         assert targets == list(text[1:])
-        for batch_size in (1, 3, 100):
+        for batch_size in (3, 100):
             flags = f"--file={tmp_path / 'text.txt'}", f"--batch_size={batch_size}"
             found = figures(f"--out_dir={runs / 'causal'}", *flags)
             assert found["loss"] == pytest.approx(nats / (length - 1), rel=1e-6)
