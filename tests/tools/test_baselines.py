@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import shlex
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from tools.compare import trainings
 from tools.compare.run import Costs, Run
 
 BLOCKS = baselines.TABLES["blocks"]
+DEFAULTS = parse(Config, [])
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def formula(monkeypatch, tmp_path):
             variant = max((v for v in known if text.startswith(known[v])), key=lambda v: len(known[v]))
             rates = float(flags["muon_lr"]), float(flags["learning_rate"])
             run.first_loss = loss(variant, *rates, full=flags["max_iters"] == "450")
-            run.number, run.text, run.shown, run.cfg = number, text, text, parse(Config, [])
+            run.number, run.text, run.shown, run.cfg = number, text, text, copy(DEFAULTS)
             run.cfg.objective = variant if "T5" in variant else "causal"
             run.costs, run.results, run.errors = Costs(1000 + number, 1e6, 1, 9), {}, {1: "the loss is not finite"}
             if run.first_loss < float("inf"):
@@ -116,25 +118,23 @@ def test_a_training_that_does_not_end_ends_the_search(formula, monkeypatch, tmp_
 
     def compare(options: trainings.CompareConfig, runs: list[str]) -> SimpleNamespace:
         comparison = fine(options, runs)
-        if "--max_iters=450" in runs[0]:
-            comparison.runs[1].errors = {1: "run out of memory"}
+        comparison.runs[1].errors = {1: "run out of memory"}
         return comparison
 
     monkeypatch.setattr(trainings, "compare", compare)
     error = refused(baselines.main, [f"--out={tmp_path}"], capsys)
-    assert not (tmp_path / "final").exists()
+    assert len(formula[0]) == 1
     assert "run 2: run out of memory; the same command tries it again" in error
 
 
-@pytest.mark.parametrize(
-    "table, variant", [(table, name) for table in baselines.TABLES for name in baselines.TABLES[table]]
-)
-def test_variants_are_runs_of_equal_tokens(table, variant):
+@pytest.mark.parametrize("table", baselines.TABLES)
+def test_variants_are_runs_of_equal_tokens(table):
     options = baselines.BaselinesConfig(table=table)
-    cfg = parse(Config, shlex.split(baselines.arguments(options, (variant, 0.02, 0.003), 450)))
-    assert (cfg.max_iters, cfg.warmup_iters, cfg.cooldown_iters, cfg.optimizer) == (450, 20, 150, "muon")
-    assert cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size == 2048 and cfg.dataset == "pycode"
-    assert table not in baselines.LAYERS or (cfg.block, cfg.layer) == ("superblock", variant.split()[0])
+    for variant in baselines.TABLES[table]:
+        cfg = parse(Config, shlex.split(baselines.arguments(options, (variant, 0.02, 0.003), 450)))
+        assert (cfg.max_iters, cfg.warmup_iters, cfg.cooldown_iters, cfg.optimizer) == (450, 20, 150, "muon")
+        assert cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size == 2048 and cfg.dataset == "pycode"
+        assert table not in baselines.LAYERS or (cfg.block, cfg.layer) == ("superblock", variant.split()[0])
 
 
 def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
@@ -146,14 +146,12 @@ def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
     assert all(" --n_layer=8 " in run for run in runs)
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--steps=29"], ["steps=29"]), (["--seeds=0"], ["seeds=0", "must be >0"]),
-        (["--common=--n_head=5"], ["common=--n_head=5"]), (["--common=--muon_lr=0.1"], ["muon_lr; leave it out"]),
-    ],
-)  # fmt: skip
-def test_bad_flags(flags, said, tmp_path, capsys):
-    error = refused(baselines.main, [f"--out={tmp_path / 'none'}", *flags], capsys)
-    assert all(word in error for word in said)
+def test_bad_flags(tmp_path, capsys):
+    for flags, said in (
+        ("--steps=29", "steps=29"),
+        ("--seeds=0", "seeds=0 (command line): must be >0"),
+        ("--common=--n_head=5", "common=--n_head=5"),
+        ("--common=--muon_lr=0.1", "muon_lr; leave it out"),
+    ):
+        assert said in refused(baselines.main, [f"--out={tmp_path / 'none'}", flags], capsys)
     assert not (tmp_path / "none").exists()

@@ -2,9 +2,8 @@
 
 import os
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import helpers
 import pytest
+import ranks
 import torch
 from helpers import ROOT, gone, until
 
@@ -28,10 +28,11 @@ for n in range(0, 50, 10):
     time.sleep(0.01)
 """
 ENDLESS = """
-import os, pathlib, subprocess, time
+import os, pathlib, subprocess, sys, time
 other = subprocess.Popen(["sleep", "600"])
-pathlib.Path("pids.tmp").write_text(f"{os.getpid()} {other.pid}")
-os.replace("pids.tmp", "pids")
+[out] = [arg.removeprefix("--out_dir=") for arg in sys.argv if arg.startswith("--out_dir=")]
+pathlib.Path("seen.tmp").write_text(f"{os.getpid()} {other.pid} {out}")
+os.replace("seen.tmp", "seen")
 time.sleep(600)
 """
 
@@ -58,28 +59,29 @@ def refused(capfd):
         (["x", "--log_interval=5"], ["--log_interval=5", "tools.bench sets"]),
         (["--config=4L"], ["config=4L", "4L/128/T64/B12", "make-train"]),
         (["--config=make-train", "--max_iters=9"], ["config=make-train", "leave one out"]),
+        (["--config=124M"], ["config=124M needs a GPU with CUDA"]),
     ],
     ids=lambda argv: " ".join(argv)[:40],
 )
 def test_wrong_options(argv, fragments, refused, monkeypatch):
     for where, name in ((child, "Child"), (speed, "table")):
-        monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
+        if argv != ["--config=124M"]:  # whose table says so
+            monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = refused(*argv)
     assert all(fragment in line for fragment in fragments), line
 
 
-@pytest.mark.parametrize(
-    "train,words",
-    [
+def test_a_run_that_fails(refused, tmp_path):
+    for train, words in (
         ("print('iter 0: x')", "fewer than two timings"),
         ("import sys; print('error: what is wrong\\n====', file=sys.stderr); sys.exit(1)", "what is wrong"),
         ("raise KeyError('x')", "KeyError: 'x'"),
         ("import os; os.abort()", "SIGABRT"),
-    ],
-)  # fmt: skip
-def test_a_run_that_fails(train, words, refused, tmp_path):
-    line = refused(f"--against={checkout(tmp_path / 'a', train)}", "--n_layer=3")
-    assert words in line and f"{tmp_path / 'a'}: python train.py --n_layer=3" in line
+    ):
+        there = checkout(tmp_path / words, train)
+        line = refused(f"--against={there}", "--n_layer=3")
+        assert words in line and f"{there}: python train.py --n_layer=3" in line
 
 
 def test_the_order_and_the_arguments_of_runs(tmp_path, monkeypatch, capfd):
@@ -126,26 +128,27 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
-def test_a_child_ends_with_bench(name, tmp_path):
+def test_a_child_ends_with_bench(tmp_path):
     """For every end of bench.py. Unless it is SIGKILL, the child's own children and the folder are removed too."""
-    (tmp_path / "tmp").mkdir()
-    there = checkout(tmp_path / "there", ENDLESS)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.bench", f"--against={there}", "x"], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
-    )  # fmt: skip
-    until((there / "pids").exists)
-    child, other = map(int, (there / "pids").read_text().split())
-    process.send_signal(getattr(signal, name))
-    out, _ = process.communicate(timeout=600)
-    until(lambda: gone(child))
-    if name == "SIGKILL":
-        os.kill(other, signal.SIGKILL)
-        return
-    until(lambda: gone(other))
-    assert process.returncode == 128 + getattr(signal, name) and out == b""
-    assert not list((tmp_path / "tmp").iterdir())
+    begun = {}
+    for name in ("SIGTERM", "SIGINT", "SIGKILL"):
+        there, out = checkout(tmp_path / name, ENDLESS), tmp_path / f"{name}.out"
+        begun[there] = ranks.begin(["-m", "tools.bench", f"--against={there}", "x"], there, stdout=str(out))
+    for there, process in begun.items():
+        until((there / "seen").exists)
+        own, other, folder = (there / "seen").read_text().split()
+        number = getattr(signal, there.name)
+        os.kill(process.pid, number)
+        process.join(600)
+        until(lambda pid=int(own): gone(pid))
+        if number == signal.SIGKILL:
+            os.kill(int(other), signal.SIGKILL)
+            shutil.rmtree(Path(folder).parent)
+            continue
+        until(lambda pid=int(other): gone(pid))
+        said = (tmp_path / f"{there.name}.out").read_text() + (there / "stderr").read_text()
+        assert process.exitcode == 128 + number and said == ""
+        assert not Path(folder).parent.exists()
 
 
 @pytest.fixture
@@ -207,8 +210,6 @@ def test_the_peak_is_the_best_product(clock, monkeypatch):
     assert sizes == [128] * 3 + [256] * 3 + [512] * 3
 
 
-def test_a_machine_that_the_table_is_not_for(refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "config=124M needs a GPU with CUDA" in refused("--config=124M")
+def test_torchrun_is_not_for_the_table(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
     assert "WORLD_SIZE is above 1" in refused()

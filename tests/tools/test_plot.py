@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from tools import plot
+from tools import curves, plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
 from PIL import Image  # noqa: E402
@@ -38,9 +38,9 @@ def make(tmp_path):
 
 @pytest.fixture
 def picture(monkeypatch, tmp_path):
-    """picture(*arguments) runs plot.py; returns its Figure."""
-    figures, draw = [], plot.draw
-    monkeypatch.setattr(plot, "draw", lambda *args: figures.append(draw(*args)) or figures[-1])
+    """picture(*arguments) runs plot.py, which writes no file; returns its Figure."""
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
 
     def call(*arguments: str):
         plot.main([f"--out={tmp_path}/plot.png", *arguments])
@@ -95,11 +95,8 @@ def test_smoothing_is_the_mean_of_consecutive_steps(make, picture):
     a = make("a", seed=1)
     figure, ys = picture(a, "--smooth=3", "--x=steps", "--ymax=2.5"), [row["loss"] for row in rows(a, "loss")]
     ((xs, drawn),) = lines(figure)
-    assert (
-        figure.axes[0].get_ylim()[1] == 2.5
-        and xs == pytest.approx([10, 20, 30])
-        and drawn == pytest.approx([np.mean(ys[i : i + 3]) for i in range(3)])
-    )
+    assert figure.axes[0].get_ylim()[1] == 2.5 and xs == pytest.approx([10, 20, 30])
+    assert drawn == pytest.approx([np.mean(ys[i : i + 3]) for i in range(3)])
     both = ["training loss, mean of 3 logged steps", "validation loss"]
     assert legend(picture(a, "--y=loss,val_loss", "--smooth=3")) == both
 
@@ -133,24 +130,33 @@ def test_the_legend_has_the_flags_that_differ(make, picture):
     assert [text.replace(" ", "") for text in legend(picture(*runs))] == [f"{run},trainingloss" for run in runs]
 
 
-@pytest.mark.parametrize("name", ["step", "kind", "loss", "tokens", "tokens_per_s", "flops"])
-def test_a_damaged_row_does_not_stop_the_picture(name, make, picture, monkeypatch):
-    """A row whose figure is no number is left out, or its figure is; all other rows are drawn. Every value meets every
-    second axis, and every axis every second value."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)  # four in five seconds here
-    for number, value in enumerate(
-        ["missing", None, "x", [1], {}, True, 2**80, 10**400, 1e400, float("nan"), -1, 0, 0.5]
-    ):
-        a = make(str(number))
-        text = open(f"{a}/metrics.jsonl").read().splitlines()
-        row = json.loads(text[6])
-        assert row["step"] == 30 and row.pop(name) is not None
+AXES = {  # a figure -> the axes that are made of it, or two others
+    "step": ["steps", "seconds"],
+    "kind": ["tokens", "flops"],
+    "loss": ["steps", "flops"],
+    "tokens": ["tokens", "seconds"],
+    "tokens_per_s": ["seconds"],
+    "flops": ["flops"],
+}
+VALUES = ["missing", None, "x", [1], {}, True, 2**80, 10**400, 1e400, float("nan"), -1, 0, 0.5]
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_a_damaged_row_does_not_stop_the_picture(name, make, tmp_path):
+    """A row whose figure is no number is left out, or its figure is; all other rows are drawn."""
+    a = make("a")
+    file = tmp_path / "a/metrics.jsonl"
+    text = file.read_text().splitlines()
+    row = json.loads(text[6])
+    assert row["step"] == 30 and row.pop(name) is not None
+    for value in VALUES:
         text[6] = json.dumps(row if value == "missing" else row | {name: value})
-        open(f"{a}/metrics.jsonl", "w").write("\n".join(text) + "\n")
-        for x in ["tokens", "steps", "seconds", "flops"][number % 2 :: 2]:
-            ((xs, ys),) = lines(picture(a, f"--x={x}"))
-            assert set(ys) >= {row["loss"] for row in rows(a, "loss") if row.get("step") in (10, 20, 40)}
-            assert len(xs) == len(ys) and np.isfinite(xs).all() and np.isfinite(ys).all()
+        file.write_text("\n".join(text) + "\n")
+        kept = {row["loss"] for row in rows(a, "loss") if row.get("step") in (10, 20, 40)}
+        for x in AXES[name]:
+            [line] = curves.curves(curves.PlotConfig(x=x), [curves.read_run(a)])
+            assert set(line.ys[0]) >= kept and line.x.shape == line.ys[0].shape
+            assert np.isfinite(line.x).all() and np.isfinite(line.ys).all()
 
 
 def test_files(make, tmp_path, capsys):
@@ -165,26 +171,20 @@ def test_files(make, tmp_path, capsys):
     assert svg.read_text().startswith("<?xml") and pdf.read_bytes().startswith(b"%PDF-")
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
+def test_refusals(make, tmp_path, capsys):
+    a, old, empty, folder = make("A"), tmp_path / "OLD", tmp_path / "EMPTY", tmp_path / "FOLDER.png"
+    for each, text in ((old, '{"step": 0, "loss": 1.0, "tokens": 64, "tokens_per_s": 9.0}\n'), (empty, "")):
+        each.mkdir()
+        (each / "metrics.jsonl").write_text(text)
+    folder.mkdir()
+    for arguments, words in (
         ([], "expected the folders"),
-        (["NONE"], "has no metrics.jsonl; give the out_dir"),
-        (["A", "--y=nope"], "metrics.jsonl has no number nope; name one"),
-        (["A", "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
-        (["A", "--out=plot.gif"], "must end in .png, .svg or .pdf"),
-        (["OLD", "--x=flops"], "metrics.jsonl has no logged step with flops; set --x=steps"),
-        (["EMPTY"], "metrics.jsonl has no row that can be read; train it first"),
-        (["A", "--out=FOLDER.png"], "FOLDER.png: Not a regular file"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_refusals(make, tmp_path, capsys, arguments, words):
-    make("A")
-    (tmp_path / "FOLDER.png").mkdir()
-    arguments = [x.replace("FOLDER", f"{tmp_path}/FOLDER") for x in arguments]
-    old, empty = tmp_path / "OLD", tmp_path / "EMPTY"
-    for folder, text in ((old, '{"step": 0, "loss": 1.0, "tokens": 64, "tokens_per_s": 9.0}\n'), (empty, "")):
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text(text)
-    assert words in refused(plot.main, [x if x.startswith("-") else tmp_path / x for x in arguments], capsys)
+        ([tmp_path / "NONE"], "has no metrics.jsonl; give the out_dir"),
+        ([a, "--y=nope"], "metrics.jsonl has no number nope; name one"),
+        ([a, "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
+        ([a, "--out=plot.gif"], "must end in .png, .svg or .pdf"),
+        ([old, "--x=flops"], "metrics.jsonl has no logged step with flops; set --x=steps"),
+        ([empty], "metrics.jsonl has no row that can be read; train it first"),
+        ([a, f"--out={folder}"], "FOLDER.png: Not a regular file"),
+    ):
+        assert words in refused(plot.main, arguments, capsys)
