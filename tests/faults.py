@@ -366,7 +366,7 @@ FAULTS = [
         "torch._foreach_mul_(grads, 1 / self.cfg.ep)",
         "torch._foreach_mul_(grads, 1.0)",
         "Under --ep, the gradients of experts are sums over the ranks that divide them.",
-        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[experts]",
+        "tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]",
     ),
     (
         "data/objective.py",

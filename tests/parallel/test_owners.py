@@ -117,8 +117,7 @@ def test_updates_are_those_of_one_process(size, tmp_path):
         assert seen == expected.keys() and flops == 0, name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies of parameters
+# ---- Copies of parameters
 
 
 EXPERTS = ["--n_expert=4", "--ep=2"]

@@ -1,7 +1,6 @@
 """The parts of a pipeline; test_layouts.py compares whole trainings with one process."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.parallel.pipeline import Chunk, Pipeline, keep_stages
+from engine.parallel.pipeline import Chunk, keep_stages
 from engine.parallel.stages import layers, passes
 from model import Model, ModelConfig
 
@@ -46,17 +45,3 @@ def test_passes_are_those_of_the_schedule(ranks, chunks, n_micro):
         order = [a for a in order if a and a.microbatch_index is not None]  # without waits and reductions
         actions = [(mine.index(a.stage_index), a.computation_type.name == "FORWARD") for a in order]
         assert [*passes(rank, ranks, chunks, n_micro)] == actions
-
-
-def test_micro_batches_of_unequal_numbers_of_documents():
-    """What the schedule gets has one width, and a row's missing documents begin at its end."""
-    given = {}
-    schedule = SimpleNamespace(step=lambda _, **more: given.update(more))
-    model = SimpleNamespace(parameters=list)
-    stage = SimpleNamespace(
-        model=model, rank=0, n_ranks=2, schedule=schedule, device=torch.device("cpu"), _sum_tied=lambda: None
-    )
-    idx = torch.zeros(1, 5, dtype=torch.int64)
-    batches = [{"idx": idx, "targets": idx, "docs": idx, "doc_starts": torch.tensor([x])} for x in ([0], [0, 2, 4, 5])]
-    Pipeline.backward(stage, batches)
-    assert given["doc_starts"].tolist() == [[0, 5, 5, 5], [0, 2, 4, 5]] and given["docs"].shape == (2, 5)
