@@ -120,12 +120,6 @@ def full_disk(size=2000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def train_on_full_disk(flags, size=20_000):
-    """train.py with these flags in a process of its own, whose files have at most so many bytes."""
-    with full_disk(size):
-        train.main(flags)
-
-
 def edit_index(path, edit):
     """As somebody does who wants it to be taken for whole."""
     index = json.loads((path / "index.json").read_text())
@@ -426,6 +420,11 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
     load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
 
 
+def train_on_full_disk(flags):
+    with full_disk(20_000):
+        train.main(flags)
+
+
 def test_two_ranks_end_together_when_the_disk_is_full(tiny_data, tmp_path):
     """And the first rank alone says so."""
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--save_interval=3", "--max_iters=4"]
@@ -454,18 +453,12 @@ LAYOUTS = {  # name -> how four ranks share it; tensor parallel outside of FSDP,
 OTHER_LAYOUTS = [[(0, 2)], [(1, 2)], [(None, 2)], [(0, 2), (0, 1)], [(1, 1), (0, 2)]]
 
 
-def every_layout():
-    """Name -> (whole tensor, layout): WHOLE in all the LAYOUTS that it has the dimensions for."""
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchronous):
     cases = {"scalar": (torch.tensor(3.5), LAYOUTS["copies_copies"])}
     for (shape, whole), (name, layout) in itertools.product(WHOLE.items(), LAYOUTS.items()):
         if whole.dim() > 1 or "columns" not in name:
             cases[f"{name}.{shape}"] = whole, layout
-    return cases
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchronous):
-    cases = every_layout()
     wholes = {name: whole for name, (whole, _) in cases.items()} | {"plain": torch.arange(5000.0)}
     path = tmp_path / "run" / step_name(1)
 
