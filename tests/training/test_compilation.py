@@ -210,7 +210,7 @@ def test_layers_of_experts_share_a_graph(how):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.02)
 
 
-@pytest.mark.parametrize("kind, block", [(Block, "standard"), (Stack, "standard"), (Stack, "superblock, joint pool")])
+@pytest.mark.parametrize("kind, block", [(Block, "standard"), (Stack, "superblock, joint pool")])
 def test_a_stack_can_be_one_graph(kind, block):
     """As on a single GPU. The encoder has a graph of its own, and the source may be of another length. Loss and
     gradients are as uncompiled."""

@@ -126,7 +126,7 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     batch = {name: torch.randint(30, (4, 16)) for name in ("idx", "targets", "source")}
     batch = {name: x for name, x in batch.items() if name != "source" or "objective" in flags}
     dropped, drawn = ops.dropped, []
-    monkeypatch.setattr(ops, "dropped", lambda x, p: drawn.append(x.shape) or dropped(x, p))
+    monkeypatch.setattr(ops, "dropped", lambda x, p: drawn.append(p) or dropped(x, p))
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
         cfg = Config(**FLAT, **flags, vocab_size=30, dropout=0.3, activation_checkpoint=kind)
@@ -142,9 +142,7 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     other = gradients(2, kind)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert not any(torch.equal(other[name], plain[name]) for name in plain)
-    embeddings = 2 * (2 if "objective" in flags else 1)
-    strips = sum(shape[-2:] == (16, 16) for shape in drawn)  # computed again within the block that is computed again
-    assert masks_again > masks > embeddings and strips
+    assert masks_again > masks
 
 
 def test_the_gradient_of_dropout_is_that_of_its_masks():
@@ -171,14 +169,14 @@ def test_evaluations_change_no_training(run, tiny_data, monkeypatch):
     """Neither they nor their texts change a step with dropout. A text begins as the validation set does."""
     texts, write = [], Evaluation.text
     monkeypatch.setattr(Evaluation, "text", lambda self, seconds: texts.append(write(self, 60)) or texts[-1])
-    flags = ["--dropout=0.5", "--max_iters=6"]
+    flags = ["--dropout=0.5", "--max_iters=4"]
     often = run(*flags, "--eval_interval=2", out="often")
     begin = open_data(tiny_data).tokenizer.decode(read_all(open_data(tiny_data).split("val"))[:16]).rstrip("\ufffd")
-    assert len(texts) == len(set(texts)) == 4
+    assert len(texts) == len(set(texts)) == 3
     assert all(text.startswith(begin) and len(text.encode()) > 100 for text in texts)
     monkeypatch.setattr(Evaluation, "text", lambda self, seconds: "")
     once = losses(run(*flags, "--eval_interval=0", out="once"))
-    assert once == [*steps_of(often), losses(often)[-1]] and len(once) == 7
+    assert once == [*steps_of(often), losses(often)[-1]] and len(once) == 5
 
 
 class Products(TorchDispatchMode):
@@ -722,8 +720,7 @@ def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= tensors_in(tmp_path / "cut").keys()
 
 
-@pytest.mark.parametrize("flags", [["--block=superblock"], SEQ2SEQ], ids=["causal", "seq2seq"])
-def test_every_block_runs_as_compiled_code(run, monkeypatch, flags):
+def test_every_block_runs_as_compiled_code(run, monkeypatch):
     """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
     may have graphs, share those of the first step. The backend runs a graph as it is, which is quick to make."""
     torch._dynamo.reset()
@@ -742,14 +739,11 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch, flags):
     log, made = train.Run.log, []
     monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    layers = 9 if "--block=superblock" in flags else 2
-    flags = [*flags, f"--n_layer={layers}", "--dropout=0.1", "--loss_chunk=24"]
-    folder = run(*flags, "--compile=True", "--max_iters=2", "--eval_interval=2")
-    cfg = load(folder)[0].cfg
-    blocks = cfg.n_layer + cfg.n_encoder_layer * (cfg.objective == "seq2seq")
-    chunks = 2 if cfg.objective == "seq2seq" else 4  # of 16 of the 32 or 64 tokens, as all are equal
+    flags = ["--block=superblock", "--n_layer=9", "--dropout=0.1", "--loss_chunk=24"]
+    run(*flags, "--compile=True", "--max_iters=2", "--eval_interval=2")
     steps, evaluations = 2 * 2, 2 * 2 * 2  # of two micro-batches; of two splits in two batches
-    assert calls == {True: steps * blocks, False: evaluations * blocks + (steps + evaluations) * chunks}
+    chunks = 4  # of 16 of the 64 tokens, as all are equal
+    assert calls == {True: steps * 9, False: evaluations * 9 + (steps + evaluations) * chunks}
     assert not torch._dynamo.utils.counters["graph_break"]
     assert made == [len(graphs)] * 2
     torch._dynamo.reset()
