@@ -165,7 +165,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(say, monkeypatch, name, prompt
     logits, and in blanks end-of-text (256), the samples stay the same, at a high and at a low temperature."""
     logits = Model.logits
     padding = F.one_hot(torch.tensor(never), 320).sum(0)
-    flags = [f"--start={prompt}", "--num_samples=4"]
+    flags = [f"--start={prompt}", "--num_samples=2"]
     if name != "masked":
         flags.append("--max_new_tokens=15")
     for drawn in (["--temperature=100", "--top_k=310"], ["--temperature=0"], ["--top_p=0.9"]):
@@ -268,11 +268,12 @@ def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):
 # ---- scores
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["causal", "wide"])
 def test_scores_equal_log_softmax_of_the_logits(say, runs, tmp_path, name):
     """Up to block_size + 1 = 17 tokens the context is the whole text; then each window adds 8 tokens to it."""
     model = load(runs / name)[1].double()
-    for length in (1, 2, 17, 18, 25, 26, 70):
+    for length in (1, 2, 17, 18, 26, 70):
         text = ("the café sat\r\non a mat. " * 5).encode()[:length]
         text = text[:-1] + b"x" if text[-1] > 127 else text
         (tmp_path / "text.txt").write_bytes(text)
