@@ -71,6 +71,8 @@ class ModelConfig(LayerFlags):
     # [has_map or has_slots and n_slot=0] relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: as GPT-2 and Gemma
     mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
+    conv: int = 0  # [<=64] [conv!=1] [objective=causal] K: to what a sum reads, a sum over its last K tokens is added
+    # with weights for each channel (arXiv:2109.08668, 2512.17351); 0 = off
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)
@@ -990,8 +992,25 @@ def routing(p: Tensor, chosen: Tensor) -> Tensor:
 # Blocks
 
 
+class Convolution(nn.Module):
+    """x_t + w_0 x_t + w_1 x_{t-1} + ... over K tokens of a document, with a number w_i for each channel."""
+
+    role = "whole"
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.earlier = Neighbours(cfg.conv - 1)
+        self.weight = nn.Parameter(torch.empty(cfg.n_embd, cfg.conv))
+        self.initial = {"weight": 0.0}
+
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        rows, place = self.earlier.rows(x, inputs)
+        return ops.convolved(rows, self.weight, place).flatten(1, 2)
+
+
 class Sum(nn.Module):
-    """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)).
+    """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)), where readers may read
+    a convolution of before(s).
 
     before, after and total are norms or identities, see PLACEMENT. gains maps each reader's name to the initial value
     of its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
@@ -1001,6 +1020,7 @@ class Sum(nn.Module):
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
         super().__init__()
         self.before = norm(cfg, "before")
+        self.conv = Convolution(cfg) if cfg.conv else None
         self.after = norm(cfg, "after")
         self.total = norm(cfg, "total")
         self.gain = nn.Identity()
@@ -1020,6 +1040,8 @@ class Sum(nn.Module):
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
         x = self.before(s)
+        if self.conv is not None:
+            x = self.conv(x, inputs)
         y = [getattr(self, name)(x, inputs) for name in self.names]
         y = [ops.dropped(part, self.dropout * self.training) for part in y]
         if self.gains is not None:

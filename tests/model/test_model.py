@@ -53,6 +53,7 @@ def numbers(flags: dict) -> dict[str, list]:
         "window": [0, 3],
         "window_pattern": ["", "SL"],
         "attn_softcap": [0.0, 2.0],
+        "conv": [0, 3],
         "logit_softcap": [0.0, 3.0],
         "embed_scale": [1.0, 3.0],
         "norm_eps": [1e-5, 1e-3],
@@ -207,7 +208,8 @@ def reach(model: Model) -> int:
     sums = [each for block in model.blocks for each in block.sums]
     read = [[m for m in each.children() if isinstance(m, M.Heads) and m.reader.source == "context"] for each in sums]
     windows = [[m.window for m in readers] for readers in read]
-    return sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
+    seen = sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
+    return seen + sum(each.conv.earlier.reach for each in sums if each.conv is not None)
 
 
 def between(first: int, last: int) -> torch.Tensor:
@@ -246,10 +248,10 @@ ROLLED = [
     {"pos": "alibi", "window": 3, "window_pattern": "SL", **JOINT},
     {"pos": "rope", "attention": "gqa", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm"},
     {"pos": "rope", **SLOTS},
-    {"pos": "rope", "block": "simplified"},
+    {"pos": "rope", "block": "simplified", "conv": 3},
     {"pos": "alibi", "block": "simplified", "attention": "mqa"},
     {"pos": "alibi", "attn_softcap": 2.0},
-    {"pos": "none", "window": 400},
+    {"pos": "none", "window": 400, "conv": 4},
     {"pos": "none", "block": "simplified_parallel", "window": 3},
     {"pos": "rope", "objective": "seq2seq", "n_encoder_layer": 1},
 ]
@@ -297,7 +299,7 @@ def test_far_positions_of_a_rolling_cache_are_exact(pos):
 
 
 COMPILED = [
-    {"n_layer": 2, "value_residual": True, "attn_gate": "head", "pos": "alibi"},
+    {"n_layer": 2, "value_residual": True, "attn_gate": "head", "pos": "alibi", "conv": 3},
     {"n_layer": 1, "objective": "masked", "block": "superblock", "layer": "c.own_slots", "pos": "rope", "window": 3},
 ]  # test_compilation.py has other blocks, encoders and experts
 
