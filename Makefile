@@ -25,7 +25,7 @@ test: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 quick: .venv/ready-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --brief --numprocesses 3 --dist worksteal -k "not golden or causal" \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --brief --numprocesses 2 --dist worksteal -k "not golden or causal" \
 		tests/model/test_model.py::test_grid tests/model/test_ignored.py tests/model/test_blocks.py \
 		tests/model/test_references.py tests/training/test_golden.py
 

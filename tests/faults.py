@@ -416,7 +416,7 @@ FAULTS = [
         "    if mask.docs is None and mask.causal and not 0 < mask.window < S:",
         "    lo, hi = mask._replace(causal=False).reach(T, S, v.device)\n    if False:",
         "The centring matrix of shaped attention is not masked causally, so the future leaks.",
-        "tests/model/test_mistakes.py::test_the_centring_matrix_is_masked",
+        "tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices",
     ),
     (
         "model.py",

@@ -2,7 +2,7 @@
 
     mistake                                                       the test that holds it
     padding masks made as 0 * -inf, or a row of -inf: NaN         test_padding_makes_no_nan, here
-    a centring matrix that is not masked like its attention       test_the_centring_matrix_is_masked, here
+    a centring matrix that is not masked like its attention       test_shaped_attention_equals_its_matrices
     RoPE that is declared but never applied                       test_references.py, such as llama and modernbert
     ALiBi that is never added to the scores                       test_attention_equals_naive_attention, and mpt
     a "post-norm" that is a pre-norm                              test_block_equals_torch, test_norms_around_branches...
@@ -15,9 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import TINY, build, jitter, tokens
-
-import ops
-from ops import Mask
 
 LENGTHS, SOURCES = [11, 5, 1], [4, 9, 1]
 
@@ -67,23 +64,3 @@ def test_padding_makes_no_nan(flags, objective, masked):
     got, wanted = (torch.autograd.grad(each, list(model.parameters())) for each in (loss, expected))
     for (name, _), a, b in zip(model.named_parameters(), got, wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-9), name
-
-
-DOCS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2]])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [0, 1, 4])
-@pytest.mark.parametrize("docs", [False, True])
-def test_the_centring_matrix_is_masked(causal, window, docs):
-    """uniform_attention of the identity is the matrix itself, of equal weights on what a token sees."""
-    T = DOCS.size(1)
-    eye = torch.eye(T, dtype=torch.float64)[None, None]
-    numbers = (DOCS, DOCS) if docs else None
-    got = ops.uniform_attention(eye, eye, eye, T, Mask(causal, window, numbers))[0, 0]
-    for i in range(T):
-        sees = torch.zeros(T, dtype=torch.float64)
-        for j in range(T):
-            future, far = causal and j > i, bool(window) and abs(i - j) >= window
-            sees[j] = not future and not far and (not docs or DOCS[0, i] == DOCS[0, j])
-        assert torch.allclose(got[i], sees / sees.sum(), rtol=0, atol=1e-12)
