@@ -6,12 +6,14 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import ROOT, read_all
 
 from data import corpus
 from data.dataset import open_data
-from data.tokenizer import GPT2Tokenizer, train_bpe
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer, train_bpe
+from data.writer import ShardWriter
 
 WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
 
@@ -41,6 +43,14 @@ def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
 def prepare(flags: argparse.Namespace, files: list[str], documents: str = "file", **more) -> None:
     vars(flags).update(documents=documents, **more)
     corpus.prepare(flags, files)
+
+
+def write_set(folder, train=range(200), val=range(100, 150), **options) -> Path:
+    """Two splits of these bytes, each of one document."""
+    with ShardWriter(folder, ByteTokenizer(), **options) as out:
+        out.add("train", np.array(train))
+        out.add("val", np.array(val))
+    return Path(folder)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

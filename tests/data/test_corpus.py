@@ -17,12 +17,24 @@ import tarfile
 import time
 from pathlib import Path
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import WORDS, args, error, files_of, gpt2_of_other_merges, prepare, texts, tokens_of, validates
+from preparing import (
+    WORDS,
+    args,
+    error,
+    files_of,
+    gpt2_of_other_merges,
+    prepare,
+    texts,
+    tokens_of,
+    validates,
+    write_set,
+)
 
 from data import corpus, sources
 from data.dataset import open_data
@@ -44,28 +56,24 @@ def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[s
 
 def write_file(path: Path, documents: list[str]) -> None:
     """Writes all documents in the format of the file's name."""
-    name = path.name
-    if name.endswith(".parquet"):
-        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        table = pa.table({"id": list(range(len(documents))), "text": documents, "other": ["no"] * len(documents)})
-        pq.write_table(table, path, row_group_size=7)
-        return
-    if ".jsonl" in name:
+    kind, _, packed = path.name.rpartition("_")[2].partition(".")
+    if packed == "parquet":
+        table = {"id": [*range(len(documents))], "text": documents, "other": ["no"] * len(documents)}
+        return pq.write_table(pa.table(table), path, row_group_size=7)
+    if packed.startswith("jsonl"):
         lines = [json.dumps({"id": i, "text": text, "other": "no"}) for i, text in enumerate(documents)]
         content = "".join(line + "\n \n"[: 1 + i % 5 // 3 * 2] for i, line in enumerate(lines))  # with blank lines
-    elif "paragraph" in name:
+    elif kind == "paragraph":
         ends = ["\n\n", "\n \t\n\n", "\n\n\n", "\r\n\r\n"]
         content = "\n\n" + "".join(text + ends[i % 4] for i, text in enumerate(documents)).rstrip("\r\n")
     else:
         content = "".join(text + ["\n", "\r\n", "\n\n"][i % 3] for i, text in enumerate(documents))
-    data = content.encode()
-    if name.endswith(".gz"):
-        half = data.find(b"\n", len(data) // 2)
-        data = gzip.compress(data[:half]) + gzip.compress(data[half:])  # two members, as `cat a.gz b.gz` makes
-    elif name.endswith(".zst"):
-        pa = pytest.importorskip("pyarrow")
-        data = pa.compress(data[:100], "zstd", asbytes=True) + pa.compress(data[100:], "zstd", asbytes=True)
-    path.write_bytes(data)
+    parts = [content.encode()[:99], content.encode()[99:]]  # two members, as `cat a.gz b.gz` makes
+    if packed.endswith("gz"):
+        parts = map(gzip.compress, parts)
+    if packed.endswith("zst"):
+        parts = [pa.compress(part, "zstd", asbytes=True) for part in parts]
+    path.write_bytes(b"".join(parts))
 
 
 FORMATS = ["line.txt", "paragraph.txt", "line.txt.gz", "paragraph.txt.zst"]
@@ -334,16 +342,13 @@ def read(path: Path, *arguments, **keywords) -> list:
     return [document for document, *_ in sources.Source([str(path)], *arguments, **keywords).read()]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson", "a.JSONL", "a.Json.gz"])
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_records_by_every_name(tmp_path, name, mark):
-    content = mark + b'{"text": "one"}\n{"text": "two"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert read(tmp_path / name) == ["one", "two"] and sources.RECORDS.search(name)
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    """In texts to prepare, in prompts and in texts to score."""
+def test_records_by_every_name_and_byte_order_marks(tmp_path):
+    """Which are no text: of records, in texts to prepare, in prompts and in texts to score."""
+    for name in ("a.jsonl", "a.json", "a.ndjson", "a.JSONL", "a.Json.gz"):
+        for mark in (b"", b"\xef\xbb\xbf"):
+            content = mark + b'{"text": "one"}\n{"text": "two"}\n'
+            (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+            assert read(tmp_path / name) == ["one", "two"] and sources.RECORDS.search(name)
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfnaive")
     for documents in DOCUMENTS:
@@ -366,8 +371,7 @@ def test_documents_between_separators(tmp_path_factory, parts, block):
 
 def test_what_is_said_of_documents(tmp_path, capsys):
     """How many of a special token's text, and how many are equal in both splits."""
-    stories = "\n<|endoftext|>\n".join(["a tale", "a story"] * 50)
-    (tmp_path / "a.txt").write_text(stories)
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(["a tale", "a story"] * 50))
     warning = "warning: 99 documents hold <|endoftext|>, which is ordinary text in them; "
     for kind in ("char", "byte"):  # char has no end-of-text of its own
         prepare(args(tmp_path / "out", kind), [str(tmp_path / "a.txt")], "line")
@@ -375,11 +379,9 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     prepare(args(tmp_path / "out"), [str(tmp_path / "a.txt")], separator="<|endoftext|>")
     val = sum(validates(i, 0.2) for i in range(100))
     assert capsys.readouterr().err == f"note: {val} of {val} validation documents are training documents too\n"
-    data = open_data(tmp_path / "out")
-    assert data.meta["splits"]["val"]["documents"] == val
-    assert sorted(set(data.tokenizer.decode(tokens_of(tmp_path / "out", "train")).split("<|endoftext|>"))) == [
-        "", "a story", "a tale",
-    ]  # fmt: skip
+    assert open_data(tmp_path / "out").meta["splits"]["val"]["documents"] == val
+    text = ByteTokenizer().decode(tokens_of(tmp_path / "out", "train"))
+    assert {*text.split("<|endoftext|>")} == {"", "a story", "a tale"}
     prompt_ids(ByteTokenizer(), "<|endoftext|>")
     assert "<|endoftext|> in the prompt is ordinary text; an empty prompt is end-of-text" in capsys.readouterr().err
     for path, kind in (("a.txt", "line"), ("a.jsonl", "file")):
@@ -437,17 +439,15 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, name, 
         prepare(args(folder, **flags, **more), files)
 
     total = killed_at(lambda: prepare(args(whole, **flags), files), 10**9)
-    with ShardWriter(tmp_path / "old", ByteTokenizer()) as out:
-        out.add("train", np.arange(5))
-        out.add("val", np.arange(3))
+    old = write_set(tmp_path / "old", range(5), range(3))
     assert total > 50 and len(files_of(whole)) > 8
     rng = random.Random(time.time_ns())  # over the days, all writes
     moves = range(total - 18, total + 1)  # the moves into place
     for n in [rng.randrange(1, moves[0]), *rng.sample(moves, 3)]:
-        shutil.copytree(tmp_path / "old", folder)
+        shutil.copytree(old, folder)
         assert killed_at(work, n) == n
         meta = (folder / "meta.json").read_bytes()
-        if meta == (tmp_path / "old" / "meta.json").read_bytes():
+        if meta == (old / "meta.json").read_bytes():
             assert tokens_of(folder, "train") == [0, 1, 2, 3, 4]
         elif b"half prepared" in meta:
             assert "stopped while it moved its files" in error(open_data, folder, vocab_size=257)
@@ -497,13 +497,10 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
     assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
     assert "another input;" in error(prepare, args(tmp_path / "out"), web[:1])
     shard = tmp_path / "out" / PREPARING / "train_000000.bin"
-    os.truncate(shard, 100)
-    assert "train_000000.bin differs from its saved state; delete" in error(prepare, args(tmp_path / "out"), web)
-    shard.unlink()
-    assert "train_000000.bin differs from its saved state; delete" in error(prepare, args(tmp_path / "out"), web)
-    with ShardWriter(tmp_path / "out", ByteTokenizer()) as out:  # a writer without settings starts again
-        out.add("train", np.arange(5))
-        out.add("val", np.arange(3))
+    for damage in lambda: os.truncate(shard, 100), shard.unlink:
+        damage()
+        assert "train_000000.bin differs from its saved state; delete" in error(prepare, args(tmp_path / "out"), web)
+    write_set(tmp_path / "out", range(5), range(3))  # a writer without settings starts again
     assert tokens_of(tmp_path / "out", "train") == [0, 1, 2, 3, 4]
     assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 

@@ -16,7 +16,7 @@ import pytest
 from helpers import read_all, shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import error, files_of
+from preparing import error, files_of, write_set
 
 from data import files
 from data.dataset import TokenStream, open_data
@@ -30,15 +30,8 @@ def shard_bytes(tokens, magic=20240520, version=1, code="H") -> bytes:
     return header + struct.pack(f"<{len(tokens)}{code}", *tokens)
 
 
-def prepare(folder, train=range(200), val=range(100, 150), **options) -> Path:
-    with ShardWriter(folder, ByteTokenizer(), **options) as out:
-        out.add("train", np.array(train))
-        out.add("val", np.array(val))
-    return Path(folder)
-
-
 def test_written_bytes_are_the_format(tmp_path):
-    prepare(tmp_path, train=range(250), shard_tokens=100)
+    write_set(tmp_path, train=range(250), shard_tokens=100)
     parts = [range(100), range(100, 200), range(200, 250)]
     for i, part in enumerate(parts):
         assert (tmp_path / f"train_{i:06d}.bin").read_bytes() == shard_bytes(part)
@@ -64,7 +57,7 @@ def test_the_largest_id_of_a_shard_may_be_of_any_document(tmp_path):
 def test_dtype_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, magic, version, code):
     monkeypatch.setattr(ByteTokenizer, "vocab_size", vocab_size)
     tokens = [0, vocab_size - 1, 7]
-    prepare(tmp_path, train=tokens)
+    write_set(tmp_path, train=tokens)
     assert (tmp_path / "train_000000.bin").read_bytes() == shard_bytes(tokens, magic, version, code=code)
 
 
@@ -88,7 +81,7 @@ def test_reads_span_shard_ends(data):
 
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     """It raises an error, while a missing page of a memory map would kill the process."""
-    stream = open_data(prepare(tmp_path)).split("train")
+    stream = open_data(write_set(tmp_path)).split("train")
     os.truncate(tmp_path / "train_000000.bin", 1024 + 2 * 150)
     assert stream.read(140, 150).tolist() == list(range(140, 150))
     message = error(stream.read, 145, 155)
@@ -96,7 +89,7 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
 
 
 def test_more_shards_than_a_process_may_open_by_itself(tmp_path):
-    prepare(tmp_path, shard_tokens=1)
+    write_set(tmp_path, shard_tokens=1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/dev/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, limits[1]))
@@ -171,7 +164,7 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
     monkeypatch.chdir(tmp_path)
     numbers = text.split(",")
     for i in range(len(numbers)):
-        prepare(f"data/set{i}", train=range(10 * i, 10 * i + 5 + i), val=[i] * 3)
+        write_set(f"data/set{i}", train=range(10 * i, 10 * i + 5 + i), val=[i] * 3)
     data = open_data(",".join(f"set{i}:{number}" for i, number in enumerate(numbers)), verify=True)
     train = data.split("train")
     assert train.sources == [(f"set{i}", 5 + i, weight) for i, weight in enumerate(weights)]
@@ -192,7 +185,7 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
 ])  # fmt: skip
 def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
     monkeypatch.chdir(tmp_path)
-    prepare("a"), prepare("b")
+    write_set("a"), write_set("b")
     with ShardWriter("c", CharTokenizer("".join(map(chr, range(257))))) as out:  # as many tokens as a
         out.add("train", np.array([0, 1, 2]))
     for folder, meta in (("d", {"vocab_size": 300}), ("e", {"vocab_size": 301}), ("f", {"vocab_size": 300, "eot": 7})):
@@ -213,7 +206,7 @@ GOOD = shard_bytes(range(200))
     (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
 ], ids=range(5))  # fmt: skip
 def test_damaged_shard_is_one_line(tmp_path, content, fact):
-    folder = prepare(tmp_path / "set")
+    folder = write_set(tmp_path / "set")
     (folder / "train_000000.bin").write_bytes(content)
     assert error(open_data(folder).split, "train").endswith("copy or prepare it again")
     (folder / "prepare.py").touch()
@@ -268,7 +261,7 @@ def test_token_ids_outside_the_vocabulary(tmp_path):
 
 def test_ranks_share_the_checksums(tmp_path, monkeypatch):
     """Whichever of the 7 shards was changed, one of 3 ranks finds it, although each has several shards to verify."""
-    prepare(tmp_path, shard_tokens=30)
+    write_set(tmp_path, shard_tokens=30)
     monkeypatch.setenv("WORLD_SIZE", "3")
     for changed, path in enumerate(sorted(tmp_path.glob("train_*"))):
         content = path.read_bytes()
@@ -287,7 +280,7 @@ def test_only_verify_reads_a_shard(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"ab")
     message = error(open_data(tmp_path, vocab_size=65_536, verify=True).split, "train")
     assert "train.bin cannot be verified" in message and message.endswith("pass --verify_data=False")
-    folder = prepare(tmp_path / "set")
+    folder = write_set(tmp_path / "set")
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
     assert len(open_data(folder).split("train")) == 200  # else each start of a run would read all data
     assert "train_000000.bin was changed" in error(open_data(folder, verify=True).split, "train")
@@ -301,8 +294,8 @@ def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
     assert message == "there is no data set 'pycoed' in data and no such folder; prepare it, or pass a path"
     assert error(open_data, "pycode").startswith("data/pycode is not prepared")
     assert error(open_data, "pycode").endswith("; run python data/pycode/prepare.py")
-    prepare("data/pycode")
-    prepare("elsewhere", train=range(7))
+    write_set("data/pycode")
+    write_set("elsewhere", train=range(7))
     assert len(open_data("pycode").split("train")) == 200
     assert len(open_data("elsewhere").split("train")) == len(open_data(tmp_path / "elsewhere").split("train")) == 7
     assert "data/pycode has no split test" in error(open_data("pycode").split, "test")
@@ -310,7 +303,7 @@ def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
 
 
 def test_vocabulary_flag(tmp_path):
-    folder = prepare(tmp_path)
+    folder = write_set(tmp_path)
     data = open_data(folder)
     assert (data.vocab_size, data.eot, data.tokenizer.spec) == (257, 256, {"kind": "byte"})
     assert open_data(folder, vocab_size=320).vocab_size == 320
@@ -332,7 +325,7 @@ def test_a_preparation_replaces_the_one_before_as_a_whole(tmp_path):
     (tmp_path / "input.txt").touch()
     with ShardWriter(tmp_path, ByteTokenizer()) as out:
         out.add("train", np.arange(4))
-        assert f"out={tmp_path} belongs to process {os.getpid()} on" in error(prepare, tmp_path)
+        assert f"out={tmp_path} belongs to process {os.getpid()} on" in error(write_set, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "train_000000.bin"]
     assert read_all(stream) == list(range(250))
     assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2, 3]
@@ -349,14 +342,14 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         folder.mkdir()
         (folder / name).write_text("mine")
         (folder / "meta.json").write_text('{"vocab_size": 257}')  # of one who trains on them
-        assert f"{name} is not of a data set that was prepared here; choose another --out" in error(prepare, folder)
+        assert f"{name} is not of a data set that was prepared here; choose another --out" in error(write_set, folder)
         assert {*os.listdir(folder)} == {name, "meta.json"} and (folder / name).read_text() == "mine"
     for name in (".preparing", ".lock"):
         folder = tmp_path / name.strip(".")
         folder.mkdir()
         (folder / name).symlink_to(other if name == ".preparing" else other / "mine")
         with pytest.raises((OSError, ValueError)):
-            prepare(folder)
+            write_set(folder)
         assert os.listdir(folder) == [name] and os.listdir(other) == ["mine"]
         assert (other / "mine").read_text() == "mine"
 
@@ -391,7 +384,7 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(os, "fsync", only_files)
     with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match="Input/output error"):
-        assert read_all(open_data(prepare(tmp_path)).split("train")) == list(range(200))
+        assert read_all(open_data(write_set(tmp_path)).split("train")) == list(range(200))
 
 
 def test_a_read_asks_for_no_more_memory_than_the_file_has(tmp_path):
@@ -401,7 +394,7 @@ def test_a_read_asks_for_no_more_memory_than_the_file_has(tmp_path):
     assert "more than 1,000" in error(files.read_file, tmp_path / "a", 1000)
     (tmp_path / "b").write_bytes(b"12345")
     assert files.read_file(tmp_path / "b", 5) == b"12345" and "more than 4" in error(files.read_file, tmp_path / "b", 4)
-    prepare(tmp_path / "set")
+    write_set(tmp_path / "set")
     for name in ("meta.json", "train_000000.bin"):
         os.truncate(tmp_path / "set" / name, 2**40)
         error(lambda: open_data(tmp_path / "set").split("train"))
