@@ -425,10 +425,9 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     corpus.prepare(flags, [str(text)])
     shutil.rmtree(path)
     data, (_, reference) = open_data(tmp_path / "data", verify=True), both(folder("llama2"))
-    splits = [data.split(split) for split in ("train", "val")]
-    lines = sorted(tuple(theirs(reference, line)) for line in text.read_text().split("\n") if line.strip())
-    found, eot = sum(map(read_all, splits), []), [reference.eos_token_id]
-    assert sorted(tuple(ids) for end, ids in groupby(found, lambda i: [i] == eot) if not end) == lines
+    found = read_all(data.split("train")) + read_all(data.split("val"))
+    documents = [[*ids] for end, ids in groupby(found, lambda i: i == reference.eos_token_id) if not end]
+    assert sorted(documents) == sorted(theirs(reference, line) for line in text.read_text().split("\n") if line.strip())
     out = run(f"--dataset={tmp_path}/data", "--max_iters=2", "--warmup_iters=1", "--eval_interval=2")
     assert (out / "tokenizer.json").read_bytes() == data.tokenizer.content and metrics(out)[-1]["val_bpb"] > 0
     (out / "tokenizer.json").unlink()
@@ -446,21 +445,19 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
 @pytest.mark.parametrize("kind", ["llama2", "gemma"])
 def test_a_continuation_keeps_its_blank(folder, kind, capsys, monkeypatch):
     """Of `a b` the rest is ` b`, also where SentencePiece puts a blank before a text. --score counts the same bytes."""
-    ours = HFTokenizer.from_folder(folder(kind))
-    text = "the café on a hill"
+    ours, text = tokenizer_of(folder, kind), "the café on a hill"
     assert ours.decode(ours.encode("the")) + ours.decode_rest(ours.encode_rest(text[3:])) == text
-    ids = torch.tensor([[*ours.prefix, *ours.encode(text).tolist()]])
+    ids = ours.encode(text).tolist()
     monkeypatch.setattr(sample, "token_logprobs", lambda model, ids: iter([0.0] * (len(ids) - 1)))
-    sample.score_text(None, None, ours, text, ids, None)
+    sample.score_text(None, None, ours, text, torch.tensor([[*ours.prefix, *ids]]), None)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    rest = ids[0, len(ours.prefix) :].tolist()
-    before = [len(ours.decode_bytes(rest[:n])) - (kind == "llama2") for n in range(1, len(rest))]
+    before = [len(ours.decode_bytes(ids[:n])) - (kind == "llama2") for n in range(1, len(ids))]
     assert [line["byte"] for line in lines] == [0, *before] and "".join(line["text"] for line in lines)[:3] == text[:3]
 
 
 def test_spans_keep_blanks(folder, capsys, monkeypatch):
     """Texts that continue others, and a text that begins the whole."""
-    ours = HFTokenizer.from_folder(folder("llama2"))
+    ours = tokenizer_of(folder, "llama2")
     V, rest = ours.vocab_size, ours.encode_rest(" café").tolist()
     for prompt, fills, expected in (
         ("the<mask> on<mask>", [rest, ours.encode_rest(" a hill").tolist()], "the café on a hill\n"),
