@@ -52,6 +52,7 @@ from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.connection import environment
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.plan import memory
+from engine.plan.estimate import Rank
 from engine.text import read_text, text_batches, token_ids
 from flags import Flags
 
@@ -131,9 +132,9 @@ def evaluate_text(
     flags = found.config(**machine)
     limit = flags.block_size
     require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
-    shorter = replace(flags, block_size=cfg.block_size or limit)
+    shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
-    need = memory.evaluation_need(flags, cfg.batch_size, ranks.device, ranks.size)
+    need = memory.need_of(Rank(shorter, ranks.size, ranks.device), "weights", training=False)
     memory.check(cfg, need, ranks.device)
     sharded = found.load(flags, ranks)
     loss = mean_loss(sharded, part.batches, part.token_bytes)

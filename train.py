@@ -285,7 +285,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     check_flags(cfg)
     make_deterministic(cfg.deterministic)
     place = environment()
-    memory.check_training(cfg, lengths, resolve_device(cfg.device, place.local_rank), place.size)
+    memory.check_training(cfg, resolve_device(cfg.device, place.local_rank), place.size)
     ranks = join(cfg)
     cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)

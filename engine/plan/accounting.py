@@ -17,8 +17,7 @@ def skeleton(cfg) -> Model:
 
 
 class Work:
-    """What a run computes in training on sequences of these lengths, (T, S). peak_flops is that of all ranks together,
-    or None."""
+    """What a run computes on sequences of these lengths, (T, S). peak_flops is that of all ranks together, or None."""
 
     def __init__(self, cfg, lengths: tuple[int, int], device: str, dtype: torch.dtype, peak_flops: float | None):
         model = skeleton(cfg)
@@ -26,16 +25,17 @@ class Work:
         self.n_params = model.n_params()
         self.n_read = n_read(model)
         self.flops_per_sample = flops(model, *lengths)
-        pieces = 2 * cfg.cp if cfg.cp > 1 else 1
-        self.attention_kernels = attention_kernels(model, *lengths, device, dtype, pieces)
+        self.attention_kernels = attention_kernels(model, *lengths, device, dtype, cfg.cp)
 
 
 def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
     reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
     total = 6 * model.head.weight.numel() * T
-    for m, tokens in readings(model, T, source):
-        total += 6 * int(m.weight.numel() * m.read_share) * tokens
+    for name, m in model.named_modules():
+        if isinstance(m, Linear):
+            tokens = source if name.startswith("encoder.") or m.role == "memory" else T
+            total += 6 * int(m.weight.numel() * m.read_share) * tokens
     for m, queries, keys, slots in pools(model, T, source):
         if m.window:
             keys = min(keys, m.window if m.causal else 2 * m.window - 1)
@@ -52,14 +52,6 @@ def n_read(model: Model) -> int:
     return model.n_params() - int(unread)
 
 
-def readings(model: Model, T: int, source: int) -> Iterator[tuple[Linear, int]]:
-    """The linear layers, each with the number of tokens of a text and its source that it reads."""
-    for name, m in model.named_modules():
-        if isinstance(m, Linear):
-            of_source = name.startswith("encoder.") or m.role == "memory"
-            yield m, source if of_source else T
-
-
 def pools(model: Model, T: int, source: int) -> Iterator[tuple[Heads, int, int, int]]:
     """The readers with heads, each with its numbers of queries, of tokens that have keys for it, and of slots."""
     for name, m in model.named_modules():
@@ -69,19 +61,21 @@ def pools(model: Model, T: int, source: int) -> Iterator[tuple[Heads, int, int, 
             yield m, queries, keys, m.slot_v.size(1) if m.reader.slotted else 0
 
 
-def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, pieces: int = 1) -> str:
+def attention_kernels(model: Model, T: int, source: int, device: str, dtype: torch.dtype, cp: int = 1) -> str:
     """The kernels of ops.attention_kernel in training on T tokens and a source, with their numbers of layers. Slots
-    with a softmax of their own count as a layer. Context parallelism computes the queries of a text in `pieces`."""
+    with a softmax of their own count as a layer. With cp > 1, a text's queries are computed in twice as many pieces."""
     layers = Counter()
     for m, queries, keys, slots in pools(model, T, source):
+        if cp > 1:
+            queries //= 2 * cp
         key = torch.empty(m.n_kv_head, 1, m.head_dim, device=model.wte.weight.device)
         flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1))
         mapped = m.softcap > 0 or m.phi is not None
         kernel = partial(attention_kernel, mapped=mapped, dropout=m.dropout, device=device, flash=flash)
         docs = ((), (), ()) if model.cfg.doc_mask and keys else None  # any, of known boundaries
         mask = Mask(m.causal, m.window if m.window < keys else 0, docs)
-        layers[kernel(mask, queries // pieces, keys or slots, m.reader.slots == "joint_slots")] += 1
+        layers[kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots")] += 1
         if m.reader.slots == "own_slots":
-            layers[kernel(Mask(False), queries // pieces, slots, False)] += 1
-    numbers = {kernel: "1 layer" if n == 1 else f"{n} layers" for kernel, n in layers.items()}
-    return ", ".join(f"{kernel} ({number})" for kernel, number in numbers.items())
+            layers[kernel(Mask(False), queries, slots, False)] += 1
+    names = {1: "1 layer"}
+    return ", ".join(f"{kernel} ({names.get(n, f'{n} layers')})" for kernel, n in layers.items())

@@ -1,232 +1,306 @@
-"""Estimates what one rank of a run takes and sends, for --plan.
+"""Estimates what one rank of a run keeps and sends, for --plan and for the refusal of a run that cannot fit.
 
 What blocks take and send is measured on fake tensors. The rest are formulas, which round up: FSDP is taken to gather
 what is in no block in float32, and a rank of a pipeline to have both ends of the model and the last layers, as many as
-the first rank has. Scalars, token ids and what ranks exchange in the loss are not counted.
+the first rank has. What ranks exchange in the loss is not counted.
 """
 
 import copy
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ops
 from data.objective import objective_class
 from engine import fp8
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, state_bytes
 from engine.parallel import context, expert, ranks, stages, tensor
+from engine.parallel.fsdp import kept_whole
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import load_biases
 from engine.plan.accounting import skeleton
-from engine.plan.measure import block_costs
-from model import Block, ExpertLinear, Heads, Model
+from model import MLP, Block, ExpertLinear, Heads, Inputs
 
 GPU = torch.device("cuda")
+LONG = 2**12  # tokens; to measure the attention of longer texts could take minutes
+CUTS = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel, "ep": expert.apply_expert_parallel}
+
+
+class Trace(TorchDispatchMode):
+    """Counts, `ratio` times each, bytes of a block's new tensors: live, their peak, kept after the forward, and sent by
+    group of ranks. A tensor is new if no argument of the operation that returns it has its storage. Casts of weights,
+    which autocast makes once per forward, do not count. A ring of n ranks sends (n-1)/n of a tensor."""
+
+    def __init__(self, block: Block, ratio: float):
+        super().__init__()
+        self.live = self.peak = self.kept = 0
+        self.ratio = ratio
+        self.sent = Counter()
+        self.weights = storages([*block.parameters()])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func._schema.name.partition("::")
+        if name == "wait_tensor":  # a fake one would be another tensor
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        if "c10d" in namespace:
+            n = self.ratio * max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            if name == "allreduce_":
+                n *= 2
+            boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
+            group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_group(args[-1])
+            self.sent[group.group_desc] += n * (group.size() - 1) / group.size()
+        given = storages((args, kwargs))
+        if not (func is torch.ops.aten._to_copy.default and given <= self.weights):
+            for storage in storages(out) - given:
+                self.allocate(storage.nbytes())
+                weakref.finalize(storage, self.allocate, -storage.nbytes())
+        return out
+
+    def allocate(self, n: int):
+        self.live += self.ratio * n
+        self.peak = max(self.peak, self.live)
+
+
+def storages(tree) -> set[torch.UntypedStorage]:
+    """Those of all tensors in nested lists, tuples and dictionaries."""
+    return {t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)}
 
 
 class Rank:
-    """The rank that has most to do in a run of cfg.world_size GPUs. It needs no other rank.
+    """The rank that has most to do in a run on `size` devices of this kind. It needs no other rank.
 
-    memory      bytes by kind; total has those on the device at the worst moment, host those on the host
-    traffic     kind of group -> bytes that the rank sends in a step to ranks of this group
     groups      kind of group -> (number of ranks, distance between consecutive ranks)
-    """
+    traffic     kind of group -> bytes that the rank sends in a step to ranks of this group
+    memory      bytes by kind; total has those on the device at the worst moment, host those on the host
 
-    def __init__(self, cfg):
+    measure() completes the last two. It makes torch import sympy and dynamo, which takes two seconds."""
+
+    def __init__(self, cfg, size: int, device: torch.device = GPU):
         self.cfg = cfg = copy.copy(cfg)
-        self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-        cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, GPU, self.dtype)
-        ranks.check_scaler(cfg, cfg.world_size, self.dtype)
-        ranks.check_layout(cfg, cfg.world_size)
-        self.fsdp = cfg.parallel == "fsdp" and cfg.world_size > 1
-        self.groups = groups(cfg)
-        self.micro_steps = cfg.gradient_accumulation_steps // ranks.data_ranks(cfg, cfg.world_size)
+        self.device = device
+        self.dtype = getattr(torch, cfg.dtype.replace("auto", "bfloat16"))
+        self.size = self.dtype.itemsize
+        cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, device, self.dtype)
+        self.fsdp = cfg.parallel == "fsdp" and size > 1
+        data = ranks.data_ranks(cfg, size)
+        copies = ranks.replicas(cfg)
+        shards = data * cfg.cp // copies
+        self.groups = {
+            "tp": (cfg.tp, 1),
+            "cp": (cfg.cp, cfg.tp),
+            "ep": (cfg.ep, cfg.tp),
+            "experts": (shards // cfg.ep, cfg.ep * cfg.tp),
+            cfg.parallel: (shards, cfg.tp),
+            "hsdp": (copies, shards * cfg.tp),
+            "muon": (size // cfg.pp, 1),
+            "pp": (cfg.pp, size // cfg.pp),
+        }
+        self.micro_steps = cfg.gradient_accumulation_steps // data
         objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
         self.lengths = objective_class(cfg)(*objective).lengths
-        self.size = self.dtype.itemsize
         width = 4 if cfg.fp32_residual else self.size
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
         self.n_layer = sum(map(len, stages.layers(cfg.n_layer, 0, cfg.pp, cfg.pp_chunks)))
-        model = skeleton(cfg)
-        self.traffic = Counter()
-        self.count_weights(model)
-        with as_in_training(model, cfg, self.lengths):
-            costs = block_costs(model, cfg, self.lengths, self.dtype, self.dtype if self.fsdp else torch.float32)
-        self.blocks = costs[: -cfg.n_layer] + costs[-self.n_layer :]  # those of the encoder are first
-        self.send()
-        self.take_memory()
+        self.memory = {}
+        self.model = skeleton(cfg)
+        self.count_weights()
+        vocab = cfg.vocab_rows // cfg.tp
+        tokens = min(cfg.batch_size * self.lengths[0] // cfg.cp, LONG**2)  # to cut more into equal chunks takes time
+        self.logits = vocab * ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, device))  # of a chunk
 
-    def count_weights(self, model: Model):
+    def count_weights(self):
+        self.traffic = Counter()
         self.held = Counter()  # numbers in this rank's shard, by optimizer
         self.gathered = Counter()  # numbers in all shards, by block; "" has what is in none
-        self.state = 0  # bytes of the optimizer's state
-        self.owned = 0.0  # numbers that Muon orthogonalises here,
-        self.muon_flops = 0.0  # and the FLOPs for it
+        self.owned = self.muon_flops = 0.0  # numbers that Muon orthogonalises here, and the FLOPs for it
         optimizer = OPTIMIZER[self.cfg.optimizer]
-        trained_by = dict.fromkeys(load_biases(model), Balance)
+        trained_by = dict.fromkeys(load_biases(self.model), Balance)
         if optimizer.muon:
-            trained_by |= dict.fromkeys(hidden_matrices(model), Muon)
+            trained_by |= dict.fromkeys(hidden_matrices(self.model), Muon)
         elsewhere = tuple(f"blocks.{layer}." for layer in range(self.cfg.n_layer - self.n_layer))
-        for name, p in model.named_parameters():
+        for name, p in self.model.named_parameters():
             if not name.startswith(elsewhere):
-                self.count_weight(model, name, p, trained_by.get(p, optimizer.rest))
+                self.count_weight(name, p, trained_by.get(p, optimizer.rest))
+        self.parameters = 4 * self.held.total()
+        self.state = sum(state_bytes(kind, held) for kind, held in self.held.items())
+        if self.cfg.ema_decay:
+            self.state += self.parameters
+        self.states = 2 * self.parameters + self.state  # with gradients
 
-    def count_weight(self, model: Model, name: str, p: nn.Parameter, optimizer: type):
+    def count_weight(self, name: str, p: Tensor, optimizer: type):
         """Count a weight, and what ranks send of it and of its gradient."""
-        cfg = self.cfg
-        group = cfg.parallel
-        rows = len(p)
-        if cfg.ep > 1 and isinstance(model.get_submodule(name.rpartition(".")[0]), ExpertLinear):
-            group = "experts"
-            rows //= cfg.ep
-        n = rows * (p.numel() // len(p))
-        if cfg.tp > 1 and tensor.sharded_dim(model, name) is not None:
-            n //= cfg.tp
-        else:
-            self.traffic["tp"] += self.all_reduce("tp", n)
-        held = n
-        if self.fsdp:  # which cuts between rows
-            held = -(-rows // self.groups[group][0]) * n // rows
-        block = name.partition(".sums.")[0] if "blocks." in name else ""
-        self.held[optimizer] += held
-        self.gathered[block] += n
-        self.state += state_bytes(optimizer, held)
-        if cfg.ema_decay:
-            self.state += 4 * held
         if optimizer is Muon:
             owned = p.numel() / self.groups["muon"][0]
             self.owned += owned
             self.muon_flops += 30 * min(p.shape[-2:]) * owned
-        self.traffic[group] += self.sent_of(block, group, held)
-        self.traffic["hsdp"] += self.all_reduce("hsdp", held)
+        group = self.cfg.parallel
+        rows = len(p)
+        if self.cfg.ep > 1 and isinstance(self.model.get_submodule(name.rpartition(".")[0]), ExpertLinear):
+            group = "experts"
+            rows //= self.cfg.ep
+        n = rows * (p.numel() // len(p))
+        if self.cfg.tp > 1 and tensor.sharded_dim(self.model, name) is not None:
+            n //= self.cfg.tp
+        else:
+            self.send("tp", 8 * n)
+        held = sent = n
+        if self.fsdp:  # which cuts between rows
+            shards, _ = self.groups[group]
+            held = -(-rows // shards) * n // rows
+            sent = shards * held
+        block = name.partition(".sums.")[0] if "blocks." in name else ""
+        self.gathered[block] += n
+        self.held[optimizer] += held
+        self.send(group, sent * self.exchanged(block))
+        self.send("hsdp", 8 * held)
 
-    def all_reduce(self, group: str, numbers: int) -> float:
-        """Bytes that a rank sends in an all-reduce of gradients."""
-        n, _ = self.groups[group]
-        return 2 * (n - 1) / n * 4 * numbers
-
-    def sent_of(self, block: str, group: str, held: int) -> float:
-        """Bytes that a rank sends to data-parallel ranks of a weight and of its gradient, which is reduced in float32.
+    def exchanged(self, block: str) -> int:
+        """Bytes that data-parallel ranks exchange in a step for a number of a weight, and of its gradient, in float32.
         FSDP gathers blocks for the backward too; in a pipeline, this serves the next forward."""
-        if not self.fsdp:
-            return self.all_reduce(group, held)
-        cfg = self.cfg
-        gathers = 1 if cfg.pp > 1 else self.micro_steps
-        reductions = gathers if cfg.fsdp_reshard else 1
-        if block and cfg.fsdp_reshard:
-            gathers = self.micro_steps + cfg.pp - 1 if cfg.pp > 1 else 2 * self.micro_steps
-        width = self.size if block else 4
-        n, _ = self.groups[group]
-        return (n - 1) * held * (width * gathers + 4 * reductions)
+        width = 4
+        gathers = reductions = 1
+        if self.fsdp and self.cfg.pp == 1:
+            gathers = self.micro_steps
+            if self.cfg.fsdp_reshard:
+                reductions = gathers
+        if self.fsdp and block:
+            width = self.size
+            if self.cfg.fsdp_reshard:
+                gathers = self.micro_steps + max(reductions, self.cfg.pp - 1)
+        return width * gathers + 4 * reductions
 
-    def send(self):
-        """Count what ranks send of activations and of Muon's updates."""
+    def send(self, group: str, nbytes: float):
+        """Count what a rank sends when its group gathers or reduces so many bytes in a ring."""
+        n, _ = self.groups[group]
+        self.traffic[group] += nbytes * (n - 1) / n
+
+    def measure(self):
+        """Measure the blocks, with which the model is of no more use, and set the memory."""
         cfg = self.cfg
-        for cost in self.blocks:
-            self.traffic.update({kind: n * self.micro_steps for kind, n in cost.sent.items()})
+        with self.as_in_training(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            self.run_blocks()
+        traces = self.traces[: -cfg.n_layer] + self.traces[-self.n_layer :]  # those of the encoder are first
+        for trace in traces:
+            self.traffic.update({kind: n * self.micro_steps for kind, n in trace.sent.items()})
         # there and back: the embeddings, what the decoder reads of the encoder, and the loss
-        self.traffic["tp"] += 4 * self.micro_steps * (cfg.tp - 1) * sum(self.streams)
+        self.send("tp", 4 * self.micro_steps * cfg.tp * sum(self.streams))
+        self.send("muon", self.size * (self.held[Muon] + self.owned))
         if cfg.pp > 1:  # as a rank in the middle
             self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
-        n = self.groups["muon"][0]
-        self.traffic["muon"] = self.size * (self.held[Muon] + self.owned) * (n - 1) / n
-
-    def take_memory(self):
-        cfg = self.cfg
-        parameters = 4 * self.held.total()
-        states = 2 * parameters + self.state
-        self.memory = {"parameters": parameters, "gradients": parameters, "optimizer state": self.state}
-        self.memory |= self.copies()
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
-        kept += sum(cost.kept for cost in self.blocks) // cfg.pp_chunks
-        steps = (1 if forward else -1 for _, forward in stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps))
-        self.memory["activations"] = kept * max(accumulate(steps))  # of all passes in flight
+        kept += sum(trace.kept for trace in traces) // cfg.pp_chunks
+        passes = stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps)
+        in_flight = max(accumulate(1 if forward else -1 for _, forward in passes))
+        self.take_memory(kept * in_flight, max(trace.peak - trace.kept for trace in traces))
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """The model cut and changed in place as in training, among ranks that do not exist, and its blocks traced."""
+        cfg = self.cfg
+        takes_flash = ops.takes_flash
+        ops.takes_flash = lambda _, *given: takes_flash(self.device.type, *given)  # fake tensors are on the CPU
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(cfg.tp, cfg.cp, cfg.ep))
+        try:
+            for name, cut in CUTS.items():
+                n = getattr(cfg, name)
+                if n > 1:
+                    cut(self.model, dist.new_group([*range(n)], group_desc=name))
+            if cfg.fp8:
+                fp8.check(cfg, self.lengths)
+                fp8.apply(self.model)
+            for m in self.model.modules():
+                if isinstance(m, Heads):
+                    m.dropout = 0.0  # of which a GPU's kernels keep no mask
+                if isinstance(m, Block):
+                    if cfg.activation_checkpoint != "none":
+                        recompute(m, cfg.activation_checkpoint)
+                    m.forward = partial(self.trace, m, m.forward)
+            yield
+        finally:
+            ops.takes_flash = takes_flash
+            dist.destroy_process_group()
+
+    def run_blocks(self):
+        """Set the traces of the blocks of the encoder, if there is one, then of the model. Documents are left out, as
+        attention to them takes as much. Long texts are taken to cost as much as several shorter ones."""
+        cfg, model = self.cfg, self.model
+        self.traces = []
+        self.known = {}
+        self.shorter = self.lengths
+        if self.lengths[0] > LONG:
+            unit = 4 * cfg.cp * cfg.tp
+            self.shorter = [-(-n * LONG // (self.lengths[0] * unit)) * unit for n in self.lengths]
+        T, S = self.shorter
+        model.to_empty(device="cpu")
+        model.tie()
+        model.loss = lambda x, targets: x
+        ids = torch.zeros(cfg.batch_size, max(T, S), dtype=torch.int64)
+        with torch.autocast("cpu", self.dtype, enabled=self.size < 4):
+            model(ids[:, : T // cfg.cp], ids, source=ids[:, :S] if S else None)
+
+    def trace(self, block: Block, forward: Callable, x: Tensor, inputs: Inputs) -> Tensor:
+        """Add the trace of a block, in place of its forward. The first of each kind is run."""
+        readers = tuple((m.reader, getattr(m, "window", 0)) for m in block.modules() if isinstance(m, Heads | MLP))
+        kind = x.shape, readers, *(p.shape for p in block.parameters())
+        if kind not in self.known:
+            wide = {*kept_whole(block)}
+            for p in block.parameters():
+                if self.fsdp and p not in wide:  # which FSDP gathers in the dtype
+                    p.data = p.to(self.dtype)
+                p.grad = torch.empty_like(p)
+            with torch.enable_grad(), Trace(block, self.lengths[0] / self.shorter[0]) as trace:
+                y = forward(x.detach().requires_grad_(), inputs)
+                trace.kept = trace.live
+                y.backward(torch.ones_like(y))
+            self.known[kind] = trace
+            for name, handed in inputs.shared.items():  # without the graph, which the backward has freed
+                inputs.shared[name] = handed.detach().requires_grad_(handed.requires_grad)
+        self.traces.append(self.known[kind])
+        return x
+
+    def take_memory(self, activations: float, backward: float):
+        """Set the memory of a rank whose blocks keep these activations, and take so much more in a backward. The loss
+        takes the last norm's result, gathered with its gradient, the head's gradient, and a chunk's logits with their
+        gradient. Uncompiled, it keeps logits and logarithms in float32 too."""
+        cast = self.size % 4  # bytes of a number that autocast has cast
+        of_logit = 2 * self.size
+        if not self.cfg.compile:
+            of_logit += 8 * ((cast > 0) + (self.cfg.logit_softcap > 0))
+        head = self.cfg.vocab_rows // self.cfg.tp * self.cfg.n_embd
+        loss = 3 * self.cfg.tp * self.streams[0] + head * (4 + cast) + self.logits * of_logit
+        update = (4 + 2 * self.size) * self.held[Muon] + self.size * self.owned + 16 * min(self.owned, Muon.LARGEST)
+        self.memory = {"parameters": self.parameters, "gradients": self.parameters, "optimizer state": self.state}
+        self.memory |= self.copies()
+        self.memory["activations"] = activations
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
-        loss = self.loss()
-        backward = max(cost.backward for cost in self.blocks)
-        self.total = sum(self.memory.values()) + max(loss, backward)
-        owned = int(self.owned)
-        update = (4 + 2 * self.size) * self.held[Muon] + self.size * owned + 16 * min(owned, Muon.LARGEST)
+        self.host = self.states if self.fsdp and self.cfg.fsdp_offload else 0
+        self.total = max(sum(self.memory.values()) + max(loss, backward), self.states + update) - self.host
         self.memory |= {"logits and loss": loss, "backward of a block": backward, "update by Muon": update}
-        self.host = states if self.fsdp and cfg.fsdp_offload else 0
-        self.total = max(self.total, states + update) - self.host
 
     def copies(self) -> dict[str, int]:
-        """Copies of weights and gradients. FSDP gathers a block while another computes, and reduces its gradients in
-        float32. What is in no block stays gathered, in a pipeline all weights; then only the last micro-step reduces
-        gradients."""
+        """Copies of weights and gradients. FSDP gathers a block while another computes, and reduces in float32. What is
+        in no block stays gathered, in a pipeline all weights; then only the last micro-step reduces gradients."""
         blocks = [n for block, n in self.gathered.items() if block]
         if not self.fsdp:
-            return {"weights cast by autocast": self.size * sum(blocks) if self.size < 4 else 0}
-        rest = 4 * self.gathered[""]
+            return {"weights cast by autocast": self.size % 4 * sum(blocks)}
         gathered = 2 * self.size * max(blocks)
         gradients = (self.size + 4) * max(blocks)
         if self.cfg.pp > 1 or not self.cfg.fsdp_reshard:
             gathered = self.size * sum(blocks)
             if self.micro_steps > 1:
                 gradients = 4 * sum(blocks)
+        rest = 4 * self.gathered[""]
         return {"gathered weights": rest + gathered, "unsharded gradients": rest + gradients}
-
-    def loss(self) -> int:
-        """Bytes of the last norm's result, gathered with its gradient, of the head's gradient, and of a chunk's logits
-        with their gradient. An uncompiled loss keeps logits and logarithms in float32 too."""
-        cfg = self.cfg
-        vocab = cfg.vocab_rows // cfg.tp
-        tokens = cfg.batch_size * self.lengths[0] // cfg.cp
-        rows = ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, GPU))
-        of_weight = 4
-        of_logit = 2 * self.size
-        if self.size < 4:
-            of_weight += self.size
-        if not cfg.compile:
-            of_logit += 8 * ((self.size < 4) + (cfg.logit_softcap > 0))
-        return 3 * cfg.tp * self.streams[0] + vocab * (cfg.n_embd * of_weight + rows * of_logit)
-
-
-def groups(cfg) -> dict[str, tuple[int, int]]:
-    data = ranks.data_ranks(cfg, cfg.world_size)
-    copies = ranks.replicas(cfg)
-    shards = data * cfg.cp // copies
-    return {
-        "tp": (cfg.tp, 1),
-        "cp": (cfg.cp, cfg.tp),
-        "ep": (cfg.ep, cfg.tp),
-        "experts": (shards // cfg.ep, cfg.ep * cfg.tp),
-        cfg.parallel: (shards, cfg.tp),
-        "hsdp": (copies, shards * cfg.tp),
-        "muon": (cfg.world_size // cfg.pp, 1),
-        "pp": (cfg.pp, cfg.world_size // cfg.pp),
-    }
-
-
-@contextmanager
-def as_in_training(model: Model, cfg, lengths: tuple[int, int]) -> Iterator[None]:
-    """The model cut and changed in place as in training on GPUs, among ranks that do not exist."""
-    takes_flash = ops.takes_flash
-    ops.takes_flash = lambda _, *given: takes_flash("cuda", *given)  # fake tensors are on the CPU
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(cfg.tp, cfg.cp, cfg.ep))
-    try:
-        if cfg.tp > 1:
-            tensor.apply_tensor_parallel(model, dist.new_group([*range(cfg.tp)], group_desc="tp"))
-        if cfg.cp > 1:
-            context.apply_context_parallel(model, dist.new_group([*range(cfg.cp)], group_desc="cp"))
-        if cfg.ep > 1:
-            expert.apply_expert_parallel(model, dist.new_group([*range(cfg.ep)], group_desc="ep"))
-        if cfg.fp8:
-            fp8.check(cfg, lengths)
-            fp8.apply(model)
-        for m in model.modules():
-            if isinstance(m, Block) and cfg.activation_checkpoint != "none":
-                recompute(m, cfg.activation_checkpoint)
-            if isinstance(m, Heads):
-                m.dropout = 0.0  # of which a GPU's kernels keep no mask
-        yield
-    finally:
-        ops.takes_flash = takes_flash
-        dist.destroy_process_group()

@@ -1,6 +1,4 @@
-"""Plans a run: its memory, traffic and time on GPUs that this machine need not have.
-
-    print(report(Plan(cfg)))      # for cfg.world_size GPUs of the kind cfg.gpu
+"""Plans a run on GPUs that this machine need not have: report(Plan(cfg)) tells its memory, traffic and time.
 
 GB are 1e9 bytes, GiB are 2**30 bytes. The numbers below are assumptions, none of them measured here.
 """
@@ -8,6 +6,7 @@ GB are 1e9 bytes, GiB are 2**30 bytes. The numbers below are assumptions, none o
 from typing import NamedTuple
 
 from engine.device import gpu_peak
+from engine.parallel.ranks import check_layout, check_scaler
 from engine.plan.accounting import Work
 from engine.plan.estimate import Rank
 
@@ -30,7 +29,6 @@ USABLE = 0.92  # share of the memory that a run can use; CUDA, NCCL and the allo
 LINK = 0.8  # share of a link's bandwidth that collectives reach
 OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and DDP can run
 HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
-SPARING = {"activation_checkpoint": "full", "parallel": "fsdp"}  # flags that save memory
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
 
@@ -38,7 +36,10 @@ class Plan(Rank):
     """A rank, and the seconds that it takes for its traffic in a step, by kind, and for a step, by cause."""
 
     def __init__(self, cfg):
-        super().__init__(cfg)
+        check_layout(cfg, cfg.world_size)
+        super().__init__(cfg, cfg.world_size)
+        check_scaler(cfg, cfg.world_size, self.dtype)
+        self.measure()
         self.peak = gpu_peak(cfg.gpu, self.dtype)
         self.work = Work(self.cfg, self.lengths, "cuda", self.dtype, self.peak * cfg.world_size)
         self.samples = cfg.batch_size * cfg.gradient_accumulation_steps  # in a step
@@ -81,44 +82,37 @@ class Plan(Rank):
         return seconds
 
 
-def row(name: str, value: float, note: str = "") -> str:
-    return f"  {name:<36} {value:>10.3f}  {note}".rstrip()
-
-
 def report(plan: Plan) -> str:
     """The plan as tables to print."""
+
+    def row(name: str, value: float, note: str = "") -> str:
+        return f"  {name:<36} {value:>10.3f}  {note}".rstrip()
+
     cfg, work, gpu = plan.cfg, plan.work, GPU[plan.cfg.gpu]
     tokens = plan.samples * cfg.block_size
+    verdict = "it fits"
+    if plan.total > USABLE * gpu.memory:
+        verdict = "it DOES NOT FIT;\n  try a smaller batch_size, a larger tp, pp or world_size"
+        for name, value in {"activation_checkpoint": "full", "parallel": "fsdp"}.items():
+            if getattr(cfg, name) != value:
+                verdict += f", {name}={value}"
     lines = [
         f"{work.n_params:,} parameters, {work.flops_per_sample / cfg.block_size / 1e9:,.4g} GFLOP per token forward "
         f"and backward; attention: {work.attention_kernels}",
         f"{tokens:,} tokens a step on {cfg.world_size:,} x {cfg.gpu}, in {plan.micro_steps:,} micro-steps",
-        "",
-        "memory of a rank in GiB",
+        "\nmemory of a rank in GiB",
         *(row(kind, n / 2**30) for kind, n in plan.memory.items() if n),
-        row("at the worst moment", plan.total / 2**30, f"of {gpu.memory / 2**30:.0f}: {fit(plan)}"),
+        row("at the worst moment", plan.total / 2**30, f"of {gpu.memory / 2**30:.0f}: {verdict}"),
         row("on the host", plan.host / 2**30),
-        "",
-        "traffic of a rank in a step in GB",
+        "\ntraffic of a rank in a step in GB",
         *(row(kind, n / 1e9, f"{plan.sending[kind]:.3f} s") for kind, n in plan.traffic.items() if n),
-        "",
-        "time of a step in seconds",
+        "\ntime of a step in seconds",
         *(row(cause, seconds) for cause, seconds in plan.seconds.items()),
         row("in all", plan.step, f"MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s"),
         f"max_iters={cfg.max_iters:,}: {tokens * cfg.max_iters / 1e9:,.1f} billion tokens in "
         f"{plan.step * cfg.max_iters / 86400:,.1f} days",
-        "",
-        f"Assumed, not measured: {gpu.achieved:.0%} of the peak; {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s among the "
+        f"\nAssumed, not measured: {gpu.achieved:.0%} of the peak; {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s among the "
         f"{PER_NODE} GPUs of a node, and of {gpu.inter / 1e9:.0f} GB/s beyond;",
         f"{OVERLAP:.0%} of the computation hides traffic of data ranks; {USABLE:.0%} of the memory is usable.",
     ]
     return "\n".join(lines)
-
-
-def fit(plan: Plan) -> str:
-    """Whether the run fits, and what helps if it does not."""
-    if plan.total <= USABLE * GPU[plan.cfg.gpu].memory:
-        return "it fits"
-    remedies = ["a smaller batch_size", "a larger tp, pp or world_size"]
-    remedies += [f"{name}={value}" for name, value in SPARING.items() if getattr(plan.cfg, name) != value]
-    return f"it DOES NOT FIT;\n  try {', '.join(remedies)}"

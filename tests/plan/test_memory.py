@@ -21,6 +21,7 @@ from data.loader import Loader
 from data.objective import OBJECTIVE
 from engine import device
 from engine.plan import memory, plan
+from engine.plan.estimate import Rank
 from model import ModelConfig
 from sample import SampleConfig
 
@@ -56,7 +57,10 @@ def test_a_run_takes_more_and_not_much_more(tiny_data, tmp_path):
     peaks["least"] = peak("least", ["--block_size=16", "--n_embd=16", "--eval_only=True"])
     for name, (flags, factor) in SHAPES.items():
         cfg = config(*TINY, *SHAPE, *flags)
-        estimated = sum(memory.training_need(cfg, (256, 0), CPU, 1).values())
+        rank = Rank(cfg, 1, CPU)
+        if not cfg.eval_only:
+            rank.measure()
+        estimated = sum(memory.need_of(rank, "parameters", not cfg.eval_only).values())
         assert estimated > 30 * 2**20
         assert estimated <= peaks[name] - peaks["least"] <= factor * estimated, name
 
@@ -124,7 +128,7 @@ def test_long_texts_are_planned_and_refused_in_seconds():
     started = time.process_time()
     assert "DOES NOT FIT" in plan.report(plan.Plan(config(*flags, "--plan=True", "--attn_softcap=30.0")))
     with pytest.raises(ValueError, match=r"block_size=16777216 \(command line\).* needs at least .*activations"):
-        memory.check_training(config(*flags, "--dtype=float32"), (2**24, 0), CPU, 1)
+        memory.check_training(config(*flags, "--dtype=float32"), CPU, 1)
     assert time.process_time() - started < 20
 
 
@@ -138,12 +142,14 @@ def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):
 
 def test_a_gpu_has_a_memory_of_its_own(monkeypatch):
     cfg = config("--parallel=fsdp", "--batch_size=64", "--vocab_size=50304")
-    needed = sum(memory.training_need(cfg, (1024, 0), torch.device("cuda"), 2).values())
+    rank = Rank(cfg, 2)
+    rank.measure()
+    needed = sum(memory.need_of(rank, "parameters", training=True).values())
     monkeypatch.setattr(memory, "process_memory", lambda ranks: 0)
     for limit, words in ((needed, None), (needed - 1, r"^batch_size=64 \(command line\) .* the GPU can have")):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, n=limit: SimpleNamespace(total_memory=n))
         with pytest.raises(ValueError, match=words) if words else nullcontext():
-            memory.check_training(cfg, (1024, 0), torch.device("cuda"), 2)
+            memory.check_training(cfg, torch.device("cuda"), 2)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_states_and_traffic_are_those_of_training(flags):
         real = nbytes(rank.model.parameters()), nbytes(p.grad for p in rank.model.parameters()), nbytes(state)
     p = plan.Plan(cfg)
     assert [p.memory[kind] for kind in STATES] == pytest.approx(real, rel=0.01)
-    assert 0.2 < sum(memory.training_need(cfg, p.lengths, torch.device("cuda"), cfg.world_size).values()) / p.total < 1
+    assert 0.2 < sum(memory.need_of(p, "parameters", training=True).values()) / p.total < 1
     planned = Counter()
     for kind, n in p.traffic.items():
         if n and kind != "muon":
@@ -285,7 +285,7 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
     planned = plan.Plan(cfg)
     allocated = most_allocated(step)
     assert activations(planned) == pytest.approx(allocated, rel=0.15)
-    assert allocated / 20 < memory.kept(cfg, planned.lengths) < allocated
+    assert allocated / 20 < memory.need_of(planned, "weights", training=False)["activations"] < allocated
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_long_texts_take_as_much_memory_as_measured(flags, monkeypatch):
     """Though they are measured on shorter ones, within a tenth."""
     cfg = config(block_size=1024, **flags)
     whole = plan.Plan(cfg)
-    monkeypatch.setattr("engine.plan.measure.LONG", 512)
+    monkeypatch.setattr("engine.plan.estimate.LONG", 512)
     short = plan.Plan(cfg)
     assert 0.95 < short.memory["activations"] / whole.memory["activations"] < 1.1
     assert 0.98 < short.memory["backward of a block"] / whole.memory["backward of a block"] < 4  # with its gradients
@@ -466,7 +466,7 @@ def test_what_is_printed_is_in_the_units_that_it_names(monkeypatch):
     assert float(tokens.replace(",", "")) == pytest.approx(16 * 2 * 1024 * 100_000 / 1e9, abs=0.06)
     assert float(days.replace(",", "")) == pytest.approx(p.step * 100_000 / 86400, abs=0.06)
     monkeypatch.setitem(plan.GPU, "h100", plan.GPU["h100"]._replace(memory=1e6))
-    advice = plan.fit(p)
+    advice = plan.report(p).partition("DOES NOT FIT")[2].partition("host")[0]
     assert "batch_size" in advice and "activation_checkpoint=full" in advice and "parallel" not in advice
 
 
