@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,44 +40,29 @@ def rope(kind: str = "default", theta: float = 50.0, **more) -> dict:
 
 
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=12)
-BOTH = {"full_attention": rope("linear", factor=2.0), "sliding_attention": rope(theta=20.0)}
+BOTH = dict(full_attention=rope("linear", factor=2.0), sliding_attention=rope(theta=20.0))
+BOTH = {kind: each["rope_parameters"] for kind, each in BOTH.items()}
+TIED = dict(tie_word_embeddings=True)
+GPT2 = SIZES | dict(n_layer=L, n_head=H, n_embd=C, n_positions=T)
+WIDE = GATED | dict(hidden_size=64, num_attention_heads=4)
+EXPERTS_OF_QWEN = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, head_dim=12)
 ARCHITECTURES = {  # name -> (class of its config, its keys)
-    "gpt2": ("GPT2Config", SIZES | dict(n_layer=L, n_head=H, n_embd=C, n_positions=T)),
-    "gpt2, untied": (
-        "GPT2Config",
-        SIZES | dict(n_layer=L, n_head=H, n_embd=C, n_positions=T, n_inner=50, tie_word_embeddings=False),
-    ),
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2, untied": ("GPT2Config", GPT2 | dict(n_inner=50, tie_word_embeddings=False)),
     "llama": ("LlamaConfig", GATED),
     "llama 3": ("LlamaConfig", GATED | LLAMA3),
     "llama, yarn": ("LlamaConfig", GATED | rope("yarn", factor=4.0, original_max_position_embeddings=6)),
     "llama, linear": ("LlamaConfig", GATED | rope("linear", factor=4.0) | dict(hidden_act="gelu")),
-    "llama, biases": (
-        "LlamaConfig",
-        GATED | dict(attention_bias=True, mlp_bias=True, head_dim=10, tie_word_embeddings=True),
-    ),
-    "llama, units": ("LlamaConfig", GATED | dict(hidden_size=64, num_attention_heads=4, intermediate_size=192)),
+    "llama, biases": ("LlamaConfig", GATED | dict(attention_bias=True, mlp_bias=True, head_dim=10) | TIED),
+    "llama, units": ("LlamaConfig", WIDE | dict(intermediate_size=192)),
     "mistral": ("MistralConfig", GATED | rope() | dict(sliding_window=WINDOW)),
     "qwen2": ("Qwen2Config", GATED | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
-    "qwen3": ("Qwen3Config", GATED | dict(head_dim=12, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3Config", GATED | dict(head_dim=12) | TIED),
     "mixtral": ("MixtralConfig", GATED | rope() | dict(num_local_experts=3, sliding_window=WINDOW)),
-    "mixtral, units": (
-        "MixtralConfig",
-        GATED | dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, num_local_experts=4),
-    ),
-    "qwen with experts": (
-        "Qwen3MoeConfig",
-        GATED
-        | rope()
-        | dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
-        | dict(head_dim=12),
-    ),
+    "mixtral, units": ("MixtralConfig", WIDE | dict(intermediate_size=128, num_local_experts=4)),
+    "qwen with experts": ("Qwen3MoeConfig", GATED | rope() | EXPERTS_OF_QWEN),
     "gemma2": ("Gemma2Config", GEMMA | dict(final_logit_softcapping=3.0, attn_logit_softcapping=2.0)),
-    "gemma3": (
-        "Gemma3TextConfig",
-        GEMMA
-        | dict(sliding_window_pattern=2)
-        | dict(rope_parameters={kind: each["rope_parameters"] for kind, each in BOTH.items()}),
-    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA | dict(sliding_window_pattern=2, rope_parameters=BOTH)),
 }
 FOLDED = {"gemma2", "gemma3"}  # whose norms multiply by 1 + w
 
@@ -90,14 +76,15 @@ def hf():
         yield hf
 
 
-def build(hf, name: str):
+def build(hf, name: str, spread: float = 0.2, **changes):
     """transformers' model with these weights, float32."""
     kind, keys = ARCHITECTURES[name]
     torch.manual_seed(1)
-    reference = hf.AutoModelForCausalLM.from_config(getattr(hf, kind)(**keys), attn_implementation="eager")
+    config = getattr(hf, kind)(**keys | changes)
+    reference = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for p in reference.parameters():
-            p += 0.2 * torch.randn_like(p)
+            p += spread * torch.randn_like(p)
     return reference.eval()
 
 
@@ -124,11 +111,10 @@ def assert_same_logits(model: Model, reference, tolerance: float = 1e-5):
     assert (got - expected).abs().max() < tolerance * max(1.0, expected.abs().max())
 
 
-def write(folder, model: Model, dtype=torch.float32, tokenizer=None):
+def write(folder, model: Model, dtype=torch.float32, tokenizer=None, remote_code: bool = False):
     folder.mkdir()
-    parameters = dict(model.named_parameters())
-    weight = lambda name: parameters[name].detach() if name in parameters else None  # noqa: E731
-    write_hf(folder, model.cfg, weight, dtype, tokenizer)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    write_hf(folder, model.cfg, parameters.get, dtype, tokenizer, remote_code)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -184,6 +170,13 @@ CHOICES = {
 
 TO_A_FAMILY = [(family, None, flags) for family, each in CHOICES.items() for flags in each]
 TO_A_FAMILY += [("llama", ByteTokenizer(), LLAMA_LIKE | dict(qkv_bias=True))]  # transformers gives Qwen2 its own ids
+IN_NONE = [  # and which flags no family has
+    (dict(block="simplified"), "block=simplified"),
+    (dict(objective="masked"), "objective=masked"),
+    (LLAMA_LIKE | dict(norm_placement="post"), "norm_placement=post"),
+    (dict(block="superblock", layer="c.own_slots"), "layer=c.own_slots"),
+    (GEMMA3_LIKE | dict(attn_softcap=2.0), "qk_norm=True"),
+]
 
 
 def cfg_of(**flags) -> ModelConfig:
@@ -207,82 +200,31 @@ def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, tokeniz
     assert_same_logits(model, ours(read_hf(tmp_path / "out")))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(block="simplified"),
-        dict(objective="masked"),
-        LLAMA_LIKE | dict(norm_placement="post"),
-        dict(block="superblock", layer="c.own_slots"),
-        GEMMA3_LIKE | dict(attn_softcap=2.0),
-    ],
-)
-def test_no_family(flags):
-    words = "qk_norm=True" if "attn_softcap" in flags else "{}={}".format(*list(flags.items())[-1])
+@pytest.mark.parametrize("flags, words", IN_NONE)
+def test_no_family(flags, words):
     with pytest.raises(ValueError, match=f"no family of Hugging Face has .*{words}.*--remote_code=True"):
         choose(cfg_of(**flags))
 
 
 # ---- config.json as it was published, and the number of parameters that its model is known to have
 
-
-def gated(
-    kind: str, vocab: int, width: int, hidden: int, layers: int, heads: int, kv: int, length: int, **more
-) -> dict:
-    """The keys that all of these files have, and more."""
-    return dict(
-        model_type=kind, vocab_size=vocab, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=length, hidden_act="silu",
-        rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
-    ) | more  # fmt: skip
-
-
-LLAMA31 = dict(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
-)
-GEMMA_KEYS = dict(
-    head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, tie_word_embeddings=True
-)
-QWEN3_MOE = dict(
-    attention_bias=False, head_dim=128, max_window_layers=48, rope_theta=1000000, sliding_window=None,
-    decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128,
-    num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001, use_sliding_window=False,
-)  # fmt: skip
-PUBLISHED = {
-    "gpt2": (
-        dict(
-            model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
-            task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
-        ),
-        dict(bias=True, mlp="gelu_tanh", norm_eps=1e-5), 124439808,
-    ),
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+KNOWN = {
+    "gpt2": (124439808, dict(bias=True, mlp="gelu_tanh", norm_eps=1e-5)),
     "Llama-3.1-8B": (
-        gated("llama", 128256, 4096, 14336, 32, 32, 8, 131072, rope_theta=500000.0, rope_scaling=LLAMA31),
-        dict(rope_scaling="llama3:8:1:4:8192", rope_theta=5e5, mlp="swiglu", n_kv_head=8), 8030261248,
+        8030261248, dict(rope_scaling="llama3:8:1:4:8192", rope_theta=5e5, mlp="swiglu", n_kv_head=8),
     ),
-    "Mixtral-8x7B": (
-        gated(
-            "mixtral", 32000, 4096, 14336, 32, 32, 8, 32768, num_experts_per_tok=2, num_local_experts=8,
-            rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None,
-        ),
-        dict(n_expert=8, n_expert_active=2, mlp="swiglu", router_balance="none"), 46702792704,
-    ),
-    "Qwen3-30B-A3B": (
-        gated("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 40960, **QWEN3_MOE),
-        dict(n_expert=128, n_expert_active=8, qk_norm=True, head_dim=128), 30532122624,
-    ),
+    "Mixtral-8x7B": (46702792704, dict(n_expert=8, n_expert_active=2, mlp="swiglu", router_balance="none")),
+    "Qwen3-30B-A3B": (30532122624, dict(n_expert=128, n_expert_active=8, qk_norm=True, head_dim=128)),
     "gemma-3-1b": (
-        gated(
-            "gemma3_text", 262144, 1152, 6912, 26, 4, 1, 32768, **GEMMA_KEYS, attn_logit_softcapping=None,
-            rope_theta=1000000, rope_local_base_freq=10000, sliding_window=512, sliding_window_pattern=6,
-        ),
-        dict(window_pattern="SSSSSL", pos_pattern="LLLLLG", rope_theta=1e6, rope_theta_local=1e4), 999885952,
+        999885952, dict(window_pattern="SSSSSL", pos_pattern="LLLLLG", rope_theta=1e6, rope_theta_local=1e4),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config, flags, n_params", PUBLISHED.values(), ids=PUBLISHED)
-def test_published_configs(config, flags, n_params):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    config, (n_params, flags) = PUBLISHED[name], KNOWN[name]
     found = FAMILIES[config["model_type"]].flags(config)
     assert {name: found.get(name) for name in flags} == flags
     assert sum(shape.numel() for shape in shapes_of(ModelConfig(**found)).values()) == n_params
@@ -363,38 +305,31 @@ def place_outside(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def cut_off(folder):
-    size = (folder / "model.safetensors").stat().st_size
-    os.truncate(folder / "model.safetensors", size - 100)
-
-
-DAMAGE = {
-    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "huge": (lambda f: os.truncate(f / "config.json", 40 * 2**30), "config.json holds no JSON object .*more than"),
-    "architecture": (config(model_type="falcon"), "model_type='falcon' is not known; .*gemma3_text"),
-    "longrope": (config(rope_parameters=rope("longrope")["rope_parameters"]), "rope_type='longrope', but only"),
-    "unread": (
-        config(is_causal=False, foo=1, q="x"),
-        "nothing here reads 'foo'=1, 'is_causal'=False and 1 more; delete",
+SAFE = "model.safetensors"
+DAMAGE = [
+    (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    (lambda f: os.truncate(f / "config.json", 40 * 2**30), "config.json holds no JSON object .*more than"),
+    (config(model_type="falcon"), "model_type='falcon' is not known; .*gemma3_text"),
+    (config(rope_parameters=rope("longrope")["rope_parameters"]), "rope_type='longrope', but only"),
+    (config(is_causal=False, foo=1, q="x"), "nothing here reads 'foo'=1, 'is_causal'=False and 1 more; delete"),
+    (config(hidden_size="absent"), "n_embd=None .hidden_size.: expected int"),
+    (config(num_hidden_layers=40), r"n_layer=40, but there are \d+ tensors"),
+    (config(rope_parameters=[3]), "config.json: a key has a value of a wrong type"),
+    (
+        lambda f: (f / SAFE).rename(f / "pytorch_model.bin"),
+        f"has no {SAFE} .pickles are not read.; .*safe_serialization=True",
     ),
-    "no size": (config(hidden_size="absent"), "n_embd=None .hidden_size.: expected int"),
-    "layers": (config(num_hidden_layers=40), r"n_layer=40, but there are \d+ tensors"),
-    "wrong types": (config(rope_parameters=[3]), "config.json: a key has a value of a wrong type"),
-    "a pickle": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        r"has no model.safetensors .pickles are not read.; .*safe_serialization=True",
-    ),
-    "cut off": (cut_off, "model.safetensors is damaged"),
-    "shape": (tensor(lambda x: x[:4]), r"model.norm.weight is \(4,\), and should be \(48,\)"),
-    "surplus": (tensor(torch.clone, "model.layers.3.other.weight"), "'model.layers.3.other.weight' is no weight"),
-    "dtype": (tensor(lambda x: x.long()), "'model.norm.weight' has the dtype I64"),
-    "nan": (tensor(lambda x: x * math.nan), "model.norm.weight holds numbers that are not finite"),
-    "outside": (place_outside, "names '../llama/model.safetensors', which is no safetensors"),
-}
+    (lambda f: os.truncate(f / SAFE, (f / SAFE).stat().st_size - 100), f"{SAFE} is damaged"),
+    (tensor(lambda x: x[:4]), r"model.norm.weight is \(4,\), and should be \(48,\)"),
+    (tensor(torch.clone, "model.layers.3.other.weight"), "'model.layers.3.other.weight' is no weight"),
+    (tensor(lambda x: x.long()), "'model.norm.weight' has the dtype I64"),
+    (tensor(lambda x: x * math.nan), "model.norm.weight holds numbers that are not finite"),
+    (place_outside, "names '../llama/model.safetensors', which is no safetensors"),
+]
 
 
 def test_damaged_folders(folder):
-    for damage, words in DAMAGE.values():
+    for damage, words in DAMAGE:
         shutil.copytree(folder / "llama", folder / "damaged")
         damage(folder / "damaged")
         with pytest.raises((ValueError, OSError), match=words) as error:
@@ -404,34 +339,28 @@ def test_damaged_folders(folder):
 
 
 def test_a_name_of_the_hub_without_a_network(monkeypatch):
-    import huggingface_hub
-
     def offline(name, **options):
         raise OSError("no network\nat all")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match="no folder org/model, .* hub .OSError.; .*hf download org/model"):
-        read_hf("org/model")
-    with pytest.raises(ValueError, match="there is no folder /nowhere/at/all, and no such model"):
-        read_hf("/nowhere/at/all")
-    with pytest.raises(ValueError, match="hf: names no model"):
-        read_hf("")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    for name, words in (
+        ("org/model", "no folder org/model, .* hub .OSError.; .*hf download org/model"),
+        ("/nowhere/at/all", "there is no folder /nowhere/at/all, and no such model"),
+        ("", "hf: names no model"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_hf(name)
 
 
 # ---- train.py
-
-SMALL = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48)
 
 
 @pytest.fixture
 def small(hf, tmp_path):
     """A Llama of helpers' TINY sizes, for a vocabulary that is larger than the data's 257 and odd."""
-    keys = SIZES | SMALL | dict(vocab_size=271, max_position_embeddings=16)
-    torch.manual_seed(1)
-    reference = hf.LlamaForCausalLM(hf.LlamaConfig(**keys)).eval()
-    with torch.no_grad():
-        for p in reference.parameters():
-            p += 0.05 * torch.randn_like(p)
+    sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
+    sizes |= dict(intermediate_size=48, vocab_size=271, max_position_embeddings=16)
+    reference = build(hf, "llama", spread=0.05, **sizes)
     reference.save_pretrained(tmp_path / "small")
     return reference, tmp_path / "small"
 
@@ -444,7 +373,7 @@ def refused_export(capsys, *arguments) -> str:
     return refused(commands.main, ["export", *arguments], capsys)
 
 
-STEPS = ["--max_iters=4", "--eval_interval=2", "--eval_iters=0", "--warmup_iters=1"]
+STEPS = ["--max_iters=2", "--eval_interval=2", "--eval_iters=0", "--warmup_iters=1"]
 
 
 def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path):
@@ -506,19 +435,13 @@ def test_remote_code(hf, trained, tmp_path, modules_cache):
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert reference.dtype == torch.float16
-    found, expected = reference.model.state_dict(), weights_in(trained)
+    found, expected, again = reference.model.state_dict(), weights_in(trained), read_hf(tmp_path / "out")
     assert expected and all(torch.equal(found[name], x.half()) for name, x in expected.items())
-
-    again = read_hf(tmp_path / "out")
     assert all(torch.equal(again[name], x.half().float()) for name, x in expected.items())
     assert again.flags == {name: config["flags"][name] for name in again.flags}
-    for flags, words in (
-        ({"n_layer": "x"}, "n_layer=x"),
-        ([], "no flags"),
-        (config["flags"] | {"n_layer": 9}, "absent"),
-    ):
-        (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "superblock", "flags": flags}))
+    few = config["flags"] | {"n_layer": 9}
+    for flags, words in (({"n_layer": "x"}, "n_layer=x"), ([], "no flags"), (few, "absent")):
+        write_json(tmp_path / "out/config.json", {"model_type": "superblock", "flags": flags})
         with pytest.raises(ValueError, match=words):
             read_hf(tmp_path / "out")
 
@@ -550,7 +473,7 @@ def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path, template)
 
 
 def test_numbers_beyond_a_dtype(tmp_path):
-    model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9), seed=1)
+    model = Model(cfg_of(), seed=1)
     with torch.no_grad():
         model.wte.weight[3, 2] = 1e5
     with pytest.raises(ValueError, match="wte.weight has numbers that are not finite in float16; export with"):

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
+from test_families import write
 
 from engine.decode import generate
-from engine.interchange.huggingface import write_hf
 from model import Model, ModelConfig
 
 SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=50)
@@ -32,11 +32,6 @@ KINDS = {
 pytestmark = pytest.mark.usefixtures("modules_cache")
 
 
-def write(folder, model):
-    parameters = dict(model.named_parameters())
-    write_hf(folder, model.cfg, lambda name: parameters[name].detach(), torch.float32, None, remote_code=True)
-
-
 @pytest.fixture(scope="session")
 def both(tmp_path_factory, modules_cache):
     """both(kind): our model, and the one that transformers loads from what was written."""
@@ -48,8 +43,8 @@ def both(tmp_path_factory, modules_cache):
             with torch.no_grad():
                 for p in model.parameters():  # no initial zeros or ones
                     p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-            folder = tmp_path_factory.mktemp(kind)
-            write(folder, model)
+            folder = tmp_path_factory.mktemp(kind) / "written"
+            write(folder, model, remote_code=True)
             theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
             made[kind] = model.double(), theirs.double(), folder  # in which no CPU rounds by more than 1e-12
         return made[kind]
@@ -137,7 +132,8 @@ def test_what_the_forward_cannot_compute_is_refused(both):
             call()
 
 
-def test_saved_again(both, tmp_path):
+def test_saved_again_and_drawn_anew(both, tmp_path):
+    """New weights are the model's own."""
     ours, theirs, _ = both("superblock")
     theirs.save_pretrained(tmp_path)
     assert {"model.py", "modeling_superblock.py", "model.safetensors"} <= {p.name for p in tmp_path.iterdir()}
@@ -146,20 +142,16 @@ def test_saved_again(both, tmp_path):
         assert torch.equal(p, q), name
     with torch.no_grad():
         assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
-
-
-def test_new_weights_are_the_models_own(both):
-    _, _, folder = both("gpt2")
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    assert 0.018 < model.model.blocks[0].sums[0].attn.qkv.weight.std() < 0.022
-    assert model.model.head.weight is model.model.wte.weight and (model.model.norm.weight == 1).all()
-    assert config.flags == json.loads((folder / "config.json").read_text())["flags"]
+    config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).model
+    assert 0.018 < model.blocks[0].sums[0].attn.qkv.weight.std() < 0.022
+    assert model.head.weight is model.wte.weight and (model.norm.weight == 1).all()
+    assert config.flags == json.loads((tmp_path / "config.json").read_text())["flags"]
     assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (50, 24, True)
 
 
 @pytest.mark.parametrize("objective", ["masked", "seq2seq"])
 def test_only_causal_models_are_written(tmp_path, objective):
     with pytest.raises(ValueError, match=f"objective={objective} cannot be exported"):
-        write(tmp_path / "x", Model(ModelConfig(**SIZE, objective=objective)))
-    assert not (tmp_path / "x").exists()
+        write(tmp_path / "x", Model(ModelConfig(**SIZE, objective=objective)), remote_code=True)
+    assert not [*(tmp_path / "x").iterdir()]

@@ -138,7 +138,7 @@ def test_variants_are_runs_of_equal_tokens(table):
 
 
 def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
-    page, (calls, _) = baselines.PAGE.read_text(), formula
+    page, calls = baselines.PAGE.read_text(), formula[0]
     baselines.main([f"--out={tmp_path}", "--table=kinds", "--common=--n_layer=8"])
     final, runs = calls[-1]
     assert final == f"{tmp_path}/final" and not list(tmp_path.glob("*.md")) and baselines.PAGE.read_text() == page

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers
 import pytest
 import ranks
 import torch
-from helpers import ROOT, gone, until
+from helpers import ROOT, gone, refused, until
 
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
@@ -43,15 +42,11 @@ def checkout(folder: Path, train: str = TRAIN) -> Path:
     return folder
 
 
-@pytest.fixture
-def refused(capfd):
-    """refused(*argv) returns the error line of bench.main(argv)."""
-    return lambda *argv: helpers.refused(bench.main, list(argv), capfd)
-
-
-@pytest.mark.parametrize(
-    "argv,fragments",
-    [
+def test_wrong_options(monkeypatch, capfd):
+    monkeypatch.setattr(child, "Child", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(speed, "measured_peak", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for argv, fragments in (
         (["--against=."], ["nothing to train", "--max_iters"]),
         (["--against=bench.py", "x"], ["against=bench.py", "train.py"]),
         (["--run='", "x"], ["--run='", "quotation"]),
@@ -60,19 +55,14 @@ def refused(capfd):
         (["--config=4L"], ["config=4L", "4L/128/T64/B12", "make-train"]),
         (["--config=make-train", "--max_iters=9"], ["config=make-train", "leave one out"]),
         (["--config=124M"], ["config=124M needs a GPU with CUDA"]),
-    ],
-    ids=lambda argv: " ".join(argv)[:40],
-)
-def test_wrong_options(argv, fragments, refused, monkeypatch):
-    for where, name in ((child, "Child"), (speed, "table")):
-        if argv != ["--config=124M"]:  # whose table says so
-            monkeypatch.setattr(where, name, lambda *_: pytest.fail("something was started"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    line = refused(*argv)
-    assert all(fragment in line for fragment in fragments), line
+    ):
+        line = refused(bench.main, argv, capfd)
+        assert all(fragment in line for fragment in fragments), line
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
+    assert "WORLD_SIZE is above 1" in refused(bench.main, [], capfd)
 
 
-def test_a_run_that_fails(refused, tmp_path):
+def test_a_run_that_fails(capfd, tmp_path):
     for train, words in (
         ("print('iter 0: x')", "fewer than two timings"),
         ("import sys; print('error: what is wrong\\n====', file=sys.stderr); sys.exit(1)", "what is wrong"),
@@ -80,7 +70,7 @@ def test_a_run_that_fails(refused, tmp_path):
         ("import os; os.abort()", "SIGABRT"),
     ):
         there = checkout(tmp_path / words, train)
-        line = refused(f"--against={there}", "--n_layer=3")
+        line = refused(bench.main, [f"--against={there}", "--n_layer=3"], capfd)
         assert words in line and f"{there}: python train.py --n_layer=3" in line
 
 
@@ -104,17 +94,15 @@ def clock(monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def after(clock: SimpleNamespace, seconds: list[float], results):
-    """Yields the results, each after so many seconds."""
-    for wait, result in zip(seconds, results, strict=True):
-        clock.now += wait
-        yield result
-
-
 def test_the_first_steps_of_a_run_are_not_timed(clock, monkeypatch):
     """Of ten lines, the first two do not count: ten steps take 5 s before them, and 30 ms after them."""
-    lines = after(clock, [5, 5, 5] + 7 * [0.03], [f"iter {n}: loss 1\n" for n in range(0, 100, 10)])
-    run = SimpleNamespace(lines=lines, failure=lambda: "")
+
+    def lines():
+        for n in range(10):
+            clock.now += 5 if n < 3 else 0.03
+            yield f"iter {10 * n}: loss 1\n"
+
+    run = SimpleNamespace(lines=lines(), failure=lambda: "")
     monkeypatch.setattr(child, "Child", lambda *_: nullcontext(run))
     assert child.measure(ROOT, []) == pytest.approx(3)
 
@@ -131,24 +119,23 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
 def test_a_child_ends_with_bench(tmp_path):
     """For every end of bench.py. Unless it is SIGKILL, the child's own children and the folder are removed too."""
     begun = {}
-    for name in ("SIGTERM", "SIGINT", "SIGKILL"):
-        there, out = checkout(tmp_path / name, ENDLESS), tmp_path / f"{name}.out"
-        begun[there] = ranks.begin(["-m", "tools.bench", f"--against={there}", "x"], there, stdout=str(out))
-    for there, process in begun.items():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        there = checkout(tmp_path / number.name, ENDLESS)
+        program = ["-m", "tools.bench", f"--against={there}", "x"]
+        begun[number] = there, ranks.begin(program, there, stdout=str(there / "stdout"))
+    for number, (there, process) in begun.items():
         until((there / "seen").exists)
-        own, other, folder = (there / "seen").read_text().split()
-        number = getattr(signal, there.name)
+        own, other, out = (there / "seen").read_text().split()
         os.kill(process.pid, number)
         process.join(600)
         until(lambda pid=int(own): gone(pid))
         if number == signal.SIGKILL:
             os.kill(int(other), signal.SIGKILL)
-            shutil.rmtree(Path(folder).parent)
+            shutil.rmtree(Path(out).parent)
             continue
         until(lambda pid=int(other): gone(pid))
-        said = (tmp_path / f"{there.name}.out").read_text() + (there / "stderr").read_text()
-        assert process.exitcode == 128 + number and said == ""
-        assert not Path(folder).parent.exists()
+        assert process.exitcode == 128 + number and not Path(out).parent.exists()
+        assert (there / "stdout").read_text() + (there / "stderr").read_text() == ""
 
 
 @pytest.fixture
@@ -208,8 +195,3 @@ def test_the_peak_is_the_best_product(clock, monkeypatch):
     monkeypatch.setattr(torch, "mm", mm)
     assert speed.measured_peak(torch.device("cpu"), torch.float32) == pytest.approx(4e9)
     assert sizes == [128] * 3 + [256] * 3 + [512] * 3
-
-
-def test_torchrun_is_not_for_the_table(refused, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
-    assert "WORLD_SIZE is above 1" in refused()

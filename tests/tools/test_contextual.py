@@ -13,16 +13,12 @@ import model as M
 from tools.heads import contextual_mlp
 
 BLOCKS = [
-    {"block": "standard"},
-    {"block": "parallel"},
-    {"block": "superblock"},
     {"block": "superblock", "layer": "c,p", "n_group": 2},
     {"block": "superblock", "layer": "c.own_slots", "n_slot": 5},
     {"block": "superblock", "layer": "c.joint_slots", "n_slot": 5},
-    {"block": "simplified"},
     {"block": "simplified_parallel", "simplified_value_proj": "all"},
 ]
-BLOCKS += [{"block": block} for block in M.BLOCK if block not in {flags["block"] for flags in BLOCKS}]
+BLOCKS = [{"block": block} for block in M.BLOCK if block != "simplified_parallel"] + BLOCKS
 HEADS = {M.Attention, M.ShapedAttention}
 POSITIONS = {"learned", "sinusoidal", "rope", "alibi", "none"}
 ATTENTION = [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}]

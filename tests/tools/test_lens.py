@@ -125,27 +125,27 @@ def test_tokens_are_spelled_in_characters_that_can_be_printed():
     assert [lens.spelled(byte, t) for t in tokens] == ["'a'", r"'\n'", r"'\xc3'", r"'\x00'", "'''", "<id 300>"]
 
 
+class Sizes(TorchDispatchMode):
+    """Finds the largest tensor that is made in this context."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        self.largest = max(self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)), 0)
+        return out
+
+
 @pytest.mark.parametrize("extra", [{}, {"mlp": "swiglu"}, {"block": "superblock", "n_group": 2}], ids=str)
 def test_the_units_of_an_mlp_need_memory_linear_in_their_number(extra):
-    net, largest = build(n_layer=1, n_head=2, n_embd=8, mlp_ratio=128.0, bias=True, **extra).eval(), 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-            nonlocal largest
-            out = f(*args, **(kwargs or {}))
-            largest = max(largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)), 0)
-            return out
-
-    with Sizes():
+    net = build(n_layer=1, n_head=2, n_embd=8, mlp_ratio=128.0, bias=True, **extra)
+    with Sizes() as sizes:
         _, outgoing, hidden = lens.contextual_mlp(net, text(net), 0, 0, 3, reader="mlp")
     F = len(hidden)
-    assert F > 600 and largest < F * F / 8
+    assert F > 600 and sizes.largest < F * F / 8
     if not extra:
         torch.testing.assert_close(outgoing, net.blocks[0].sums[1].mlp.down.weight.T)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
 
 READ = ["--start=the cat sat", "--layer=1", "--device=cpu"]
 SHORT = ["--max_iters=1", "--warmup_iters=0", "--eval_interval=0", "--eval_iters=0"]
@@ -156,40 +156,25 @@ def output(capsys, *flags: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    "flags, slots, first, last",
-    [
-        (["--block=superblock", "--layer=c.own_slots", "--n_slot=3"], 3, 0, 4),
-        (["--objective=masked"], 0, 0, 10),
-        (["--window=4"], 0, 1, 4),
-        (["--objective=seq2seq", "--n_encoder_layer=1", "--block=simplified"], 0, 0, 4),
-    ],
-    ids=str,
-)
-def test_reads_every_kind_of_model(run, capsys, flags, slots, first, last):
-    """Slots, the tokens that the query sees, and a line above them."""
-    out = run(*SHORT, *flags)
+def test_units_have_the_names_of_what_is_read(run, capsys):
+    """Slots, the tokens that the query sees, hidden units, a line above them; two readers of the context in a layer."""
+    flags = {"slots": ["--block=superblock", "--layer=c.own_slots", "--n_slot=3", "--window=4"]}
+    flags["readers"] = ["--block=superblock", "--layer=c/2+p,c.relu/2,s", "--n_slot=3"]
+    flags["encoder"] = ["--block=simplified", "--objective=seq2seq", "--n_encoder_layer=1"]
+    runs = {name: run(*SHORT, *each, out=name) for name, each in flags.items()}
+    tokens = [f"{i} '{letter}'" for i, letter in enumerate("the cat sat")]
+    slots = ["slot 0", "slot 1", "slot 2"]
     capsys.readouterr()
-    source = ["--source=on a mat."] if "--objective=seq2seq" in flags else []
-    lines = output(capsys, f"--out_dir={out}", *READ, "--head=1", "--position=4", *source)
-    n = slots + last - first + 1
-    assert f"layer 1, head 1, query 4 'c': {n} units, which together promote " in lines[0]
-    tokens = [f"{i} '{'the cat sat'[i]}'" for i in range(first, last + 1)]
-    assert [line.split("  ")[0] for line in lines[2:]] == [f"slot {i}" for i in range(slots)] + tokens
-
-
-def test_other_readers_have_names_of_their_own(run, capsys):
-    """Two readers of the context and hidden units, whose rows have numbers."""
-    out = run(*SHORT, "--block=superblock", "--layer=c/2+p,c.relu/2,s", "--n_slot=3")
-    capsys.readouterr()
-    for reader, title, first, n in (
-        ("attn2", "head 0 of attn2", "0 't'", 11),
-        ("slots", "head 0 of slots", "slot 0", 3),
-        ("mlp", "mlp", "unit 0", 64),
+    for name, more, title, units in (
+        ("slots", ["--head=1", "--position=4"], "head 1, query 4 'c'", slots + tokens[1:5]),
+        ("encoder", ["--position=4", "--source=on a mat."], "head 0, query 4 'c'", tokens[:5]),
+        ("readers", ["--reader=attn2"], "head 0 of attn2, query 10 't'", tokens),
+        ("readers", ["--reader=slots"], "head 0 of slots, query 10 't'", slots),
+        ("readers", ["--reader=mlp", "--units=99"], "mlp, query 10 't'", [f"unit {i}" for i in range(64)]),
     ):
-        lines = output(capsys, f"--out_dir={out}", *READ, f"--reader={reader}", "--units=99")
-        assert f"layer 1, {title}, query 10 't': {n} units, which together promote " in lines[0]
-        assert lines[2].split("  ")[0].strip() == first and len(lines) == 2 + n
+        lines = output(capsys, f"--out_dir={runs[name]}", *READ, *more)
+        assert f"layer 1, {title}: {len(units)} units, which together promote " in lines[0]
+        assert [line.split("  ")[0] for line in lines[2:]] == units
         assert not any("nan" in line for line in lines)  # in attn2, nothing may pass the relu
 
 

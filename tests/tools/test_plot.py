@@ -71,16 +71,17 @@ def band(axes) -> list[tuple[float, float]]:
     return [(min(ends[x]), max(ends[x])) for x in sorted(ends)]
 
 
-@pytest.mark.parametrize("x, name", [("tokens", "tokens"), ("steps", "step"), ("flops", "flops"), ("seconds", "")])
-def test_a_line_is_metrics_jsonl(make, picture, x, name):
+def test_a_line_is_metrics_jsonl(make, picture):
     a = make("a", seed=1)
-    figure, logged = picture(a, f"--x={x}"), rows(a, "loss")
-    seconds = np.cumsum([T / T, *(10 * T / row["tokens_per_s"] for row in logged[1:])]).tolist()
-    xs = [row[name] for row in logged] if name else seconds
-    ((drawn, ys),) = lines(figure)
-    assert drawn == pytest.approx(xs) and ys == [row["loss"] for row in logged]
-    (axes,) = figure.axes
-    assert legend(figure) == ["training loss"] and (axes.get_xlabel(), axes.get_ylabel()) == (x, "nats per token")
+    logged = rows(a, "loss")
+    places = {x: [row[name] for row in logged] for x, name in (("tokens",) * 2, ("steps", "step"), ("flops",) * 2)}
+    places["seconds"] = np.cumsum([T / T, *(10 * T / row["tokens_per_s"] for row in logged[1:])]).tolist()
+    for x, expected in places.items():
+        figure = picture(a, f"--x={x}")
+        ((xs, ys),) = lines(figure)
+        assert xs == pytest.approx(expected) and ys == [row["loss"] for row in logged]
+        (axes,) = figure.axes
+        assert legend(figure) == ["training loss"] and (axes.get_xlabel(), axes.get_ylabel()) == (x, "nats per token")
 
 
 def test_evaluations_lie_between_logged_steps(make, picture):
@@ -131,13 +132,9 @@ def test_the_legend_has_the_flags_that_differ(make, picture):
 
 
 AXES = {  # a figure -> the axes that are made of it, or two others
-    "step": ["steps", "seconds"],
-    "kind": ["tokens", "flops"],
-    "loss": ["steps", "flops"],
-    "tokens": ["tokens", "seconds"],
-    "tokens_per_s": ["seconds"],
-    "flops": ["flops"],
-}
+    "step": ["steps", "seconds"], "kind": ["tokens", "flops"], "loss": ["steps", "flops"],
+    "tokens": ["tokens", "seconds"], "tokens_per_s": ["seconds"], "flops": ["flops"],
+}  # fmt: skip
 VALUES = ["missing", None, "x", [1], {}, True, 2**80, 10**400, 1e400, float("nan"), -1, 0, 0.5]
 
 
