@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import edit_state, figures, metrics, state_of
+from helpers import edit_state, metrics, state_of
 
 from data.dataset import TokenStream
 from data.loader import Loader, order
@@ -58,15 +58,10 @@ def test_a_resume_with_other_weights_of_the_mixture(run, tiny_data, more_data, c
     assert "best loss" not in said
     data = state_of(folder)["data"]
     assert (data["since"], data["read"], data["weights"]) == (64, [56, 40], [3, 1])
-    shutil.copytree(folder, folder.parent / "interrupted")
-    run(second, *SHORT, "--max_iters=20", "--init_from=resume")
-    run(second, *SHORT, "--max_iters=15", "--init_from=resume", out="interrupted")
+    run(second, *SHORT, "--max_iters=14", "--init_from=resume")
     assert "have changed" not in capsys.readouterr().out
-    run(second, *SHORT, "--max_iters=20", "--init_from=resume", out="interrupted")
-    rows = [
-        [row for row in figures(each) if row["kind"] == "train"] for each in (folder, folder.parent / "interrupted")
-    ]
-    assert rows[0] == rows[1] and len(rows[0]) == 20
+    data = state_of(folder)["data"]
+    assert (data["since"], data["read"], data["weights"]) == (64, [68, 44], [3, 1])
 
 
 def prepare(folder, seed):

@@ -67,10 +67,13 @@ def test_names_that_are_no_folders_and_what_is_made_for_the_lock(tmp_path, tiny_
     (tmp_path / "mine").mkdir()
     for out in ("mine", "new/deep"):
         refused(train.main, [*TINY, "--dataset=/no/such/place", f"--out_dir={tmp_path / out}"], capsys)
-    for flag in ("--out_dir=s3://bucket/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run"):
-        line = refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
-        assert f"{flag.partition('=')[2]}' (command line): an address" in line
-    refused(train.main, [*TINY, f"--dataset={tiny_data}", "--out_dir=a\0b"], capsys)
+    for flag in (
+        "--out_dir=s3://b/run",
+        "--dataset=gs://b/x",
+        "--init_from=checkpoint:s3://b/run",
+        "--out_dir=a\0b",
+    ):
+        refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
         refused(sample.main, [f"--out_dir={where}"], capsys)
     assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
@@ -145,28 +148,21 @@ def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path, monkey
     victim.mkdir()
     out.mkdir()
     (victim / "file").write_text("mine")
-    for name in (".lock", ".tmp-latest", ".tmp-answers"):
+    for name in (".lock", ".tmp-latest"):
         (out / name).symlink_to(victim / "file")
     (out / ".tmp-step_00000001").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"), locked(str(out)):
         pass
     monkeypatch.setattr("secrets.token_hex", lambda n: "0000")
     save(out, 1, {"w": torch.ones(2)})
-    (out / "link").symlink_to(victim / "file")
-    for name in ("answers", "link"):
-        write_file(out / name, b"new")
-        assert (out / name).read_bytes() == b"new"
-    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
     assert (out / "step_00000001" / "state.json").is_file()
-
     (out / ".tmp-new-0000").symlink_to(victim / "file")
     with pytest.raises(FileExistsError, match="new"):
         write_file(out / "new", b"new")
-    os.mkfifo(out / "fifo")
-    for path in (out / "fifo", victim, Path("/dev/null")):
+    for path in (victim, Path("/dev/null")):
         with pytest.raises(OSError, match=f"Not a regular file: '{path}'"), new_file(path):
             raise RuntimeError("the work has begun")
-    assert (out / "fifo").is_fifo() and (victim / "file").read_text() == "mine"
+    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
 
 
 def test_a_target_is_refused_before_the_work_and_left_as_it_was(tmp_path, trained, capsys):

@@ -26,13 +26,13 @@ COUNTS = {  # name -> targets at the beginning of each sequence, so that the pie
     "none": [0] * N,
 }
 LAYOUTS = {  # name -> (flags, numbers of micro-batches of all ranks)
-    "ddp": ([], (2, 4, 8)),
-    "fsdp": (["--parallel=fsdp"], (2, 4, 8)),
+    "ddp": ([], (2, 8)),
+    "fsdp": (["--parallel=fsdp"], (2, 8)),
     "fsdp, kept": (["--parallel=fsdp", "--fsdp_reshard=False", "--tie_weights=False"], (8,)),
-    "tp": (["--tp=2"], (1, 2, 8)),
-    "cp": (["--cp=2"], (1, 2, 8)),
-    "pp": (["--pp=2"], (2, 4, 8)),
-    "chunks": (["--pp=2", "--pp_chunks=2", "--n_layer=4"], (2, 8)),
+    "tp": (["--tp=2"], (2,)),
+    "cp": (["--cp=2"], (1, 2)),
+    "pp": (["--pp=2"], (2, 8)),
+    "chunks": (["--pp=2", "--pp_chunks=2", "--n_layer=4"], (8,)),
 }
 MASKED = ["--objective=masked"]
 
