@@ -106,10 +106,10 @@ def test_training_starts_from_a_nanogpt_checkpoint(run, tiny_data, tmp_path):
     train.main([*flags, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", f"--init_from=nanogpt:{file}"])
     lines = metrics(tmp_path / "out")
 
-    tokens = {
-        split: np.concatenate([np.fromfile(p, "<u2")[512:] for p in sorted(tiny_data.glob(f"{split}_*.bin"))])
-        for split in ("train", "val")
-    }
+    tokens = {}
+    for split in ("train", "val"):
+        shards = [np.fromfile(path, "<u2")[512:] for path in sorted(tiny_data.glob(f"{split}_*.bin"))]
+        tokens[split] = np.concatenate(shards)
 
     def loss(state, split, windows):
         rows = torch.from_numpy(np.stack([tokens[split][16 * w : 16 * w + 17] for w in windows]).astype(np.int64))

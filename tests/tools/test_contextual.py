@@ -127,20 +127,21 @@ def test_equals_the_head(flags):
         assert torch.allclose(hidden, expected, rtol=1e-9, atol=0)
 
 
-LAYERS = [  # layer -> its readers, with their names and numbers of heads; 1 for hidden units
-    ("c+p", {"attn": 4, "mlp": 1}),
-    ("c/2+p.swiglu/2,c/2+p.relu2/2", {"attn": 2, "mlp": 1, "attn2": 2, "mlp2": 1}),
-    ("c.gelu,p.softmax", {"attn": 4, "mlp": 1}),
-    ("c.stream.sigmoid,p.matrix", {"attn": 4, "mlp": 1}),
-    ("c.none+s,m", {"attn": 4, "slots": 4, "cross": 4}),
-    ("c,s.swiglu,m.stream.relu", {"attn": 4, "slots": 4, "cross": 4}),
-]
+LAYERS = {  # layer -> its readers, with their names and numbers of heads; 1 for hidden units
+    "c+p": {"attn": 4, "mlp": 1},
+    "c/2+p.swiglu/2,c/2+p.relu2/2": {"attn": 2, "mlp": 1, "attn2": 2, "mlp2": 1},
+    "c.gelu,p.softmax": {"attn": 4, "mlp": 1},
+    "c.stream.sigmoid,p.matrix": {"attn": 4, "mlp": 1},
+    "c.none+s,m": {"attn": 4, "slots": 4, "cross": 4},
+    "c,s.swiglu,m.stream.relu": {"attn": 4, "slots": 4, "cross": 4},
+}
 
 
-@pytest.mark.parametrize("layer, readers", LAYERS)
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("pos, n_group", [("rope", 1), ("learned", 2)])
-def test_equals_any_reader(layer, readers, pos, n_group):
+def test_equals_any_reader(layer, pos, n_group):
     """Sum of h_i a_i over all heads is the reader's output without its bias; h_i is phi of b_i . x."""
+    readers = LAYERS[layer]
     memory = {"objective": "seq2seq", "n_encoder_layer": 1} if "m" in layer.split(",")[-1] else {}
     sizes = {"n_slot": 5} if "slots" in readers else {"n_group": n_group}
     net = sharp(block="superblock", layer=layer, pos=pos, bias=True, **sizes, **memory)
@@ -209,18 +210,17 @@ def test_weights_by_hand(pos, qk_norm, attention, objective):
         assert torch.allclose(hidden, torch.exp(b @ x[t]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("place", [{"layer": 2}, {"head": 4}, {"position": T}, {"position": -1}], ids=str)
-def test_refuses_what_is_not_there(place):
-    net = build()
-    ((flag, value),) = place.items()
-    with pytest.raises(ValueError, match=rf"^{flag}={value} must be in 0 \.\. \d+$"):
-        contextual_mlp(net, text(net), **{"layer": 0, "head": 0, "position": 0} | place)
+def test_refuses_what_is_not_there():
+    there = {"layer": 0, "head": 0, "position": 0}
+    for flag, value in (("layer", 2), ("head", 4), ("position", T), ("position", -1)):
+        with pytest.raises(ValueError, match=rf"^{flag}={value} must be in 0 \.\. \d+$"):
+            read(build(), **there | {flag: value})
 
 
-@pytest.mark.parametrize("flags", [{"attn_gate": "head"}, {"attn_gate": "element"}, {"value_residual": True}], ids=str)
-def test_refuses_flags_that_it_does_not_know(flags):
-    with pytest.raises(ValueError, match="^layer=1 head=2 computes something else .* a flag of Attention"):
-        read(sharp(**flags), 1, 2, 6)
+def test_refuses_flags_that_it_does_not_know():
+    for flags in ({"attn_gate": "head"}, {"attn_gate": "element"}, {"value_residual": True}):
+        with pytest.raises(ValueError, match="^layer=1 head=2 computes something else .* a flag of Attention"):
+            read(sharp(**flags), 1, 2, 6)
 
 
 def test_refuses_a_layer_without_attention_and_experts():

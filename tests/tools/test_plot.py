@@ -112,9 +112,8 @@ def test_seeds_are_one_line_with_a_band(make, picture):
     assert mean == pytest.approx(ys[:3].mean(0)) and alone == ys[3].tolist()
     assert len(figure.axes[0].collections) == 1
     assert band(figure.axes[0]) == list(zip(ys[:3].min(0), ys[:3].max(0), strict=True))
-    assert legend(figure) == [
-        "block=standard, training loss, mean and range of 3 runs", "block=parallel, training loss"
-    ]  # fmt: skip
+    of_seeds = "block=standard, training loss, mean and range of 3 runs"
+    assert legend(figure) == [of_seeds, "block=parallel, training loss"]
     assert legend(picture(*runs[:3])) == ["training loss, mean and range of 3 runs"]
     assert legend(picture(runs[0], runs[0])) == ["training loss"]
 
@@ -124,9 +123,8 @@ def test_the_legend_has_the_flags_that_differ(make, picture):
     runs = [make("a", block="standard", **same), make("b", block="simplified", simplified_beta_ff=0.1, **same)]
     assert legend(picture(*runs, "--y=grad_norm")) == ["block=standard, grad_norm", "block=simplified, grad_norm"]
     runs.append(make("c", block="simplified", simplified_beta_ff=0.2, **same))
-    assert [text.removesuffix(", training loss") for text in legend(picture(*runs))] == [
-        "block=standard", "block=simplified, simplified_beta_ff=0.1", "block=simplified, simplified_beta_ff=0.2",
-    ]  # fmt: skip
+    names = ["block=standard", *(f"block=simplified, simplified_beta_ff={beta}" for beta in (0.1, 0.2))]
+    assert legend(picture(*runs)) == [f"{name}, training loss" for name in names]
     runs = [make("d"), make("e")]  # without flags
     assert [text.replace(" ", "") for text in legend(picture(*runs))] == [f"{run},trainingloss" for run in runs]
 
