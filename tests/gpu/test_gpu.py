@@ -2,7 +2,7 @@
 layouts, checkpoints and sampling.
 
     python -m pytest -m gpu --device=cuda     # on a machine with a GPU; make gpu also measures the speed
-    python -m pytest -m gpu                   # on this CPU, as make test does: a rehearsal
+    python -m pytest -m gpu                   # on this CPU: a rehearsal, most of which is in make test
 """
 
 import itertools

@@ -217,6 +217,11 @@ def gpt2(hf):
     return reference, dict(bias=True), weights, EXACT
 
 
+def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
+    """The weights of a model of today's names, whose layers have those of weights_of(layer)."""
+    return put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
+
+
 def llama_weights(reference) -> dict[str, Tensor]:
     def weights_of(layer):
         return sums(
@@ -224,9 +229,8 @@ def llama_weights(reference) -> dict[str, Tensor]:
             put("before", layer.post_attention_layernorm) | gated_mlp(layer.mlp),
         )
 
-    m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
-    for i, layer in enumerate(m.layers):
+    weights = decoder(reference.model, weights_of)
+    for i, layer in enumerate(reference.model.layers):
         for norm in ("q_norm", "k_norm"):
             if hasattr(layer.self_attn, norm):
                 weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
@@ -306,8 +310,7 @@ def cohere2(hf):
             | gated_mlp(layer.mlp)
         )
 
-    m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
+    weights = decoder(reference.model, weights_of)
     flags = dict(block="parallel", mlp="swiglu", window=WINDOW, window_pattern="SLS", pos_pattern="GNG")
     return reference, flags | OUR_ROPE | OUR_GQA, weights, ROUNDED
 
@@ -324,9 +327,8 @@ def olmo2(hf):
             gated_mlp(layer.mlp) | put("after", layer.post_feedforward_layernorm),
         )
 
-    m = reference.model
-    weights = put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
-    return reference, OUR_LLAMA | dict(norm_placement="after"), weights | put("head", reference.lm_head), ROUNDED
+    weights = decoder(reference.model, weights_of) | put("head", reference.lm_head)
+    return reference, OUR_LLAMA | dict(norm_placement="after"), weights, ROUNDED
 
 
 def falcon(hf):
@@ -373,11 +375,6 @@ OUR_MARIAN = dict(bias=True, norm_placement="post", mlp="relu", pos="sinusoidal"
 
 
 of_llama = {name: pytest.param(partial(llama_like, name=name), id=name) for name in LLAMAS}
-architectures = pytest.mark.parametrize(
-    "architecture",
-    [gpt2, cohere2, olmo2, falcon, mpt, *of_llama.values()],
-    ids=lambda f: getattr(f, "__name__", None),
-)
 
 
 def tokens(length: int) -> Tensor:
@@ -400,7 +397,11 @@ def assert_same_text(reference: nn.Module, ours: Model, weights: dict[str, Tenso
     assert_close(torch.stack(logits), torch.stack(expected.logits), ROUNDED)  # theirs are cast to float32
 
 
-@architectures
+@pytest.mark.parametrize(
+    "architecture",
+    [gpt2, cohere2, olmo2, falcon, mpt, *of_llama.values()],
+    ids=lambda f: getattr(f, "__name__", None),
+)
 def test_model_equals_hugging_face(hf, architecture):
     """Logits, gradients and greedy text."""
     reference, flags, weights, tolerance = architecture(hf)
