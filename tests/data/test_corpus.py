@@ -42,14 +42,16 @@ from data.writer import PREPARING, ShardWriter
 from engine.text import prompt_ids, read_prompt, read_text
 
 
-def naive(documents, tokenizer, fraction=0.2, first=0, separator="\n") -> dict[str, list[int]]:
-    """The ids of each split, by a loop over the documents. Empty documents are counted and have no ids."""
+def naive(documents, tokenizer, separator="\n") -> dict[str, list[int]]:
+    """The ids of each split, by a loop over the documents. Without end-of-text a separator ends each document. Empty
+    documents are counted and have no ids."""
     splits = {"train": [], "val": []}
-    for number, text in enumerate(documents, first):
-        if text:
-            ids = splits["val" if validates(number, fraction) else "train"]
-            end = separator if tokenizer.eot is None else ""
-            ids += tokenizer.encode(text + end).tolist() + ([] if tokenizer.eot is None else [tokenizer.eot])
+    for number, text in enumerate(documents):
+        ids = splits["val" if validates(number, 0.2) else "train"]
+        if text and tokenizer.eot is None:
+            ids += tokenizer.encode(text.removesuffix(separator) + separator).tolist()
+        elif text:
+            ids += [*tokenizer.encode(text).tolist(), tokenizer.eot]
     return splits
 
 
@@ -79,20 +81,24 @@ FORMATS = ["line.txt", "paragraph.txt", "line.txt.gz", "paragraph.txt.zst"]
 FORMATS += ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "char"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_equal_a_naive_loop(tmp_path, small, name):
-    documents = texts(90)
-    if "paragraph" in name:
+def test_formats_equal_a_naive_loop(tmp_path, small, name, tokenizer):
+    documents, kind, separator = texts(90), "file", "\n"
+    if name.startswith("line"):
+        kind = "line"
+    elif name.startswith("paragraph"):
+        kind, separator = "paragraph", "\n\n"
         documents = [text.replace(" (a) ", "\n  (a) ") for text in documents]
-    kind = name.split(".")[0]
+    else:
+        documents[::3] = [text + "\n" for text in documents[::3]]
     for i in range(3):  # b.x is read after a.x
         write_file(tmp_path / f"{'cab'[i]}_{name}", documents[[60, 0, 30][i] :][:30])
-    found = sources.find_files([f"{tmp_path}/*_{name}"])
-    prepare(args(tmp_path / "out"), found, kind if kind in ("line", "paragraph") else "file")
-    expected = naive(documents, ByteTokenizer())
+    prepare(args(tmp_path / "out", tokenizer), sources.find_files([f"{tmp_path}/*_{name}"]), kind)
+    data = open_data(tmp_path / "out")
+    expected, counts = naive(documents, data.tokenizer, separator), data.meta["splits"]
     for split in ("train", "val"):
         assert tokens_of(tmp_path / "out", split) == expected[split]
-    counts = open_data(tmp_path / "out").meta["splits"]
     val = sum(validates(i, 0.2) for i in range(90))
     assert (counts["train"]["documents"], counts["val"]["documents"]) == (90 - val, val)
 
@@ -227,30 +233,6 @@ def test_fields_of_a_table_are_named(tmp_path, monkeypatch):
     assert "a.parquet, row 1: id is 0, not text" in said("id")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert "a.parquet needs pyarrow.parquet to be read; pip install -e .[data]" in said("text")
-
-
-@pytest.mark.parametrize("kind, content, expected", [
-    ("line", "emma\nolivia\r\n\n \nava", ["emma", "olivia", "ava"]),
-    ("paragraph", "\nemma\nolivia\n\n\n \nava\r\n\nmia", ["emma\nolivia", "ava", "mia"]),
-    ("jsonl", '{"text": "emma"}\n{"text": ""}\n{"text": "ava\\n"}\n', ["emma", "ava"]),
-    ("file", "emma\nava", ["emma", "ava"]),
-])  # fmt: skip
-def test_documents_are_not_glued_together(tmp_path, kind, content, expected):
-    """Without end-of-text a separator follows each document: \n, or a blank line after a paragraph."""
-    name, documents, end = "a.txt", kind, "\n"
-    if kind == "jsonl":
-        name, documents = "a.jsonl", "file"
-    if kind == "paragraph":
-        end = "\n\n"
-    (tmp_path / name).write_text(content, newline="")
-    (tmp_path / "b.txt").write_text("zoe")
-    fraction = next(f / 1000 for f in range(1, 999) if len({validates(i, f / 1000) for i in range(2)}) == 2)
-    files = [str(tmp_path / name), str(tmp_path / "b.txt")]
-    prepare(args(tmp_path / "out", "char", val_fraction=fraction), files, documents)
-    decode, found = open_data(tmp_path / "out").tokenizer.decode, []
-    for split in ("train", "val"):
-        found += decode(tokens_of(tmp_path / "out", split)).removesuffix(end).split(end)
-    assert sorted(found) == sorted([*expected, "zoe"])
 
 
 @given(st.text(st.sampled_from("ab \n猫"), min_size=2, max_size=300), st.floats(0.01, 0.99), st.integers(1, 100))
