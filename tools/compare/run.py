@@ -7,14 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import torch
-
 from configurator import Config, parse
 from data.errors import require
 from data.objective import open_with_objective
 from engine.metrics import read_metrics
 from engine.plan import accounting
-from model import Model
 from tools.child import WARMUP, words_of
 
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that tools.compare sets
@@ -22,8 +19,6 @@ SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that chan
 
 
 class Costs(NamedTuple):
-    """What a training costs."""
-
     parameters: int
     flops_per_token: float  # of forward and backward
     tokens_per_step: int
@@ -52,8 +47,7 @@ class Run:
             self.name += f" --common={options.common}"
         names = [arg.lstrip("-").partition("=")[0] for arg in self.args]
         for name in (*RESERVED, options.swept):
-            most = 0 if name in RESERVED else 1
-            require(names.count(name) <= most, f"{self.name}: tools.compare sets --{name}; leave it out")
+            require(names.count(name) <= (name not in RESERVED), f"{self.name}: tools.compare sets --{name}; leave it out")
         self.shown = " ".join(filter(None, (text, setting and f"--{setting}")))
         self.update()
 
@@ -77,8 +71,7 @@ class Run:
         cfg = self.read(*more)
         require(not cfg.batch_ramp, f"batch_ramp={cfg.batch_ramp}: the steps of a comparison are equal; leave it out")
         _, objective, cfg.vocab_size = open_with_objective(cfg)
-        with torch.device("meta"):
-            model = Model(cfg)
+        model = accounting.skeleton(cfg)
         flops_per_token = accounting.flops(model, *objective.lengths) / cfg.block_size
         tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
         return Costs(model.n_params(), flops_per_token, tokens_per_step, cfg.max_iters * tokens_per_step)

@@ -8,26 +8,24 @@ T95 = (  # 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093,
 )  # fmt: skip
-MOST_SEEDS = len(T95) + 1
 TASK = ("dataset", "objective", "corrupt_ratio", "span_length")  # flags; losses of other tasks are not compared
 HEADER = ["run", "parameters", "FLOPs per token", "tokens", "seconds", "loss", "bits per byte", "difference", "speed"]
 
 
-def interval(differences: list[float]) -> tuple[float, float]:
-    """The mean of n differences, and half the width of its 95 % confidence interval (Student's t), nan for n = 1."""
+def interval(differences: list[float]) -> str:
+    """The mean of n differences, and for n > 1 half the width of its 95 % confidence interval (Student's t)."""
     n = len(differences)
     if n == 1:
-        return differences[0], math.nan
-    return fmean(differences), T95[n - 2] * stdev(differences) / math.sqrt(n)
+        return f"{differences[0]:+.4f} (n = 1)"
+    half = T95[n - 2] * stdev(differences) / math.sqrt(n)
+    return f"{fmean(differences):+.4f} ± {half:.4f} (n = {n})"
 
 
 def figure(values: list[float], digits: int, middle=fmean) -> str:
     """The mean, or the median, and the range; "-" if there are no values, or if one is None."""
     if not values or None in values:
         return "-"
-    low = f"{min(values):.{digits}f}"
-    high = f"{max(values):.{digits}f}"
-    text = f"{middle(values):.{digits}f}"
+    low, text, high = (f"{value:.{digits}f}" for value in (min(values), middle(values), max(values)))
     if low != high:
         text += f" ({low} to {high})"
     return text
@@ -36,22 +34,22 @@ def figure(values: list[float], digits: int, middle=fmean) -> str:
 def cells(run, first) -> list[str]:
     """The cells of a run.Run, in the order of HEADER. Differences and ratios are those to `first` with equal seeds."""
     results = run.results.values()
-    losses = [each["loss"] for each in results]
-    bits = [each["bits_per_byte"] for each in results]
     pairs = [(run.results[seed], first.results[seed]) for seed in run.results if seed in first.results]
     same_task = all(getattr(run.cfg, name) == getattr(first.cfg, name) for name in TASK)
     compared = "-"
     if run is not first and same_task and pairs:
-        mean, half = interval([mine["loss"] - other["loss"] for mine, other in pairs])
-        compared = f"{mean:+.4f} (n = 1)" if math.isnan(half) else f"{mean:+.4f} ± {half:.4f} (n = {len(pairs)})"
+        compared = interval([mine["loss"] - other["loss"] for mine, other in pairs])
+    losses = figure([each["loss"] for each in results], 4)
+    if run.errors and not results:
+        losses = "failed (see below)"
     return [
         f"{run.number}: `{run.shown}`".replace("|", "\\|"),
         f"{run.costs.parameters:,}",
         f"{run.costs.flops_per_token / 1e6:,.2f} M",
         f"{run.costs.tokens:,}",
         figure([each["seconds"] for each in results], 1),
-        "failed (see below)" if run.errors and not losses else figure(losses, 4),
-        figure(bits, 4),
+        losses,
+        figure([each["bits_per_byte"] for each in results], 4),
         compared,
         figure([mine["tokens_per_s"] / other["tokens_per_s"] for mine, other in pairs], 3, median),
     ]
@@ -80,9 +78,8 @@ def error_notes(runs: list) -> list[str]:
 def aligned(lines: list[list[str]]) -> str:
     """A Markdown table, of which the first line is the header, with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = ["-" * width for width in widths]
     text = ""
-    for line in [lines[0], rule, *lines[1:]]:
+    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         padded = [f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)]
         text += f"| {' | '.join(padded)} |\n"
     return text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Literal
 
@@ -91,14 +91,13 @@ class Comparison:
     def match(self):
         """Adapt the other runs to the first."""
         runs = self.firsts
-        kind = self.options.match.split(",")
-        if "parameters" in kind:
+        if "parameters" in self.options.match:
             for run in runs[1:]:
                 run.match_parameters(runs[0].costs.parameters)
         costs = [run.costs.tokens_per_step for run in runs]  # of a step
-        if "flops" in kind:
+        if "flops" in self.options.match:
             costs = [run.costs.tokens_per_step * run.costs.flops_per_token for run in runs]
-        if "seconds" in kind:
+        if "seconds" in self.options.match:
             if not self.stored["ms_per_step"]:
                 self.stored["ms_per_step"] = self.time_steps()
                 self.write()  # later calls take the same number of steps
@@ -114,21 +113,15 @@ class Comparison:
 
     def time_steps(self) -> list[float]:
         """The milliseconds per step of each run: the faster of two timings, as other programs only slow a run down."""
-        rounds = []
-        for _ in range(2):
-            lines = [["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"] for run in self.firsts]
-            rounds.append([measure(ROOT, line, lines=TIMED_LINES, cwd=Path.cwd()) for line in lines])
-        return [min(times) for times in zip(*rounds, strict=True)]
+        lines = [["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"] for run in self.firsts]
+        times = [measure(ROOT, line, lines=TIMED_LINES, cwd=Path.cwd()) for line in 2 * lines]
+        return list(map(min, times[: len(lines)], times[len(lines) :]))
 
     def stages(self) -> Iterator[list[tuple[Run, int]]]:
-        """Yields the trainings that are left to do and can be made together, as (run, seed). Those with seed 1 come
-        first, as the other seeds take the best settings."""
-        by_setting = chain.from_iterable(zip(*self.candidates, strict=True))
-        yield [(run, 1) for run in by_setting if run.load(1)]
-        left = []
-        for seed in range(2, self.options.seeds + 1):
-            left += [(run, seed) for run in self.runs if run.load(seed)]
-        yield left
+        """Yields the trainings that are left, as (run, seed): with seed 1, then others, with the best settings."""
+        yield [(run, 1) for run in chain.from_iterable(zip(*self.candidates, strict=True)) if run.load(1)]
+        later = product(range(2, self.options.seeds + 1), self.runs)
+        yield [(run, seed) for seed, run in later if run.load(seed)]
 
     def train(self):
         """Make the unfinished trainings, at most --jobs at a time."""
@@ -160,10 +153,9 @@ class Comparison:
             run.errors[seed] = failure or missing
             text = f"failed: {run.errors[seed]}"
         else:
-            name = device_name(resolve_device(run.cfg.device))
             threads = os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())
-            where = f"{name}, {threads} thread(s), torch {torch.__version__}, {self.options.jobs} at a time"
-            self.stored["measured"] = f"Measured on {datetime.now():%Y-%m-%d}: {where}."
+            where = f"{device_name(resolve_device(run.cfg.device))}, {threads} thread(s), torch {torch.__version__}"
+            self.stored["measured"] = f"Measured on {datetime.now():%Y-%m-%d}: {where}, {self.options.jobs} at a time."
             text = f"loss {run.results[seed]['loss']:.4f}, {run.results[seed]['seconds']:.1f} s"
         self.write()
         print(f"{run.folder(seed).name}: {text}", flush=True)
@@ -180,9 +172,8 @@ class Comparison:
         notes += error_notes(runs)
         table = aligned([HEADER, *(cells(run, runs[0]) for run in runs)])
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
-        rows = []
-        for run in chain.from_iterable(self.candidates):
-            rows.append({"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results})
+        every = chain.from_iterable(self.candidates)
+        rows = [{"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results} for run in every]
         write_file(self.folder / "compare.json", (json.dumps(self.stored | {"runs": rows}, indent=1) + "\n").encode())
         write_file(self.folder / "compare.md", text.encode())
         return text
