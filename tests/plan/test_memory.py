@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -130,6 +131,16 @@ def test_long_texts_are_planned_and_refused_in_seconds():
     with pytest.raises(ValueError, match=r"block_size=16777216 \(command line\).* needs at least .*activations"):
         memory.check_training(config(*flags, "--dtype=float32"), CPU, 1)
     assert time.process_time() - started < 20
+
+
+def test_a_block_that_cannot_be_measured_may_fit(monkeypatch):
+    """Such as one of the user's own, which fake tensors do not compute."""
+    cfg = config("--batch_size=64", "--block_size=4096", "--vocab_size=256")
+    monkeypatch.setattr(memory, "process_memory", lambda ranks: 2 * GIB)
+    with pytest.raises(ValueError, match=r"^batch_size=64 .* activations"):
+        memory.check_training(cfg, CPU, 1)
+    monkeypatch.setattr(Rank, "trace", mock.Mock(side_effect=NotImplementedError))
+    memory.check_training(cfg, CPU, 1)
 
 
 def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):

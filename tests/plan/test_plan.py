@@ -50,9 +50,7 @@ LAYOUTS = [
     *({"world_size": 8, "tp": 2, "cp": 2, "parallel": "fsdp", "block": block} for block in BLOCK),
 ]
 MUON = [
-    {"parallel": "fsdp"},
     {"parallel": "fsdp", "dp_replicate": 2},
-    {},
     {"tp": 2},
     {"parallel": "fsdp", "n_expert": 8, "ep": 2},
     {"parallel": "fsdp", "pp": 2, "tp": 2},
@@ -139,7 +137,7 @@ def backward(rank: ShardedModel, cfg: Config):
 @pytest.mark.parametrize("flags", LAYOUTS, ids=str)
 def test_states_and_traffic_are_those_of_training(flags):
     """Of whatever ShardedModel and the optimizers do with groups of pretended ranks, by the sizes of the groups."""
-    cfg = config(**flags)
+    cfg = config(**{"gradient_accumulation_steps": 8} | flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
         rank = ShardedModel(cfg, ranks)
         optimizer = optim.build(rank.model, cfg, rank)
@@ -162,7 +160,8 @@ def test_states_and_traffic_are_those_of_training(flags):
 @pytest.mark.parametrize("flags", MUON, ids=str)
 def test_muon_is_planned_as_it_trains(flags):
     """Traffic and matrix products of the mean rank or more, and the memory of an update or more."""
-    cfg, sent, multiplied, allocated = config(optimizer="muon", dtype="bfloat16", world_size=4, **flags), [], [], []
+    cfg = config(optimizer="muon", dtype="bfloat16", world_size=4, n_layer=2, **flags)
+    sent, multiplied, allocated = [], [], []
     for number in range(cfg.world_size):
         with as_rank(cfg, number) as ranks:
             rank = ShardedModel(cfg, ranks)
@@ -235,17 +234,14 @@ def activations(p: plan.Plan) -> int:
     return p.memory["activations"] + copies + max(p.memory["logits and loss"], p.memory["backward of a block"])
 
 
-WIDE = {"n_layer": 5, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradient_accumulation_steps": 1}
+WIDE = {"n_layer": 3, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradient_accumulation_steps": 1}
 NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size": 1, "loss_chunk": 64}
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        {"block": "standard"},
-        {"block": "superblock", "mlp": "swiglu"},
-        {"block": "simplified"},
-        {"block": "simplified_parallel"},
+        *({"block": block} for block in BLOCK),
         {"block": "parallel", "attention": "gqa", "n_kv_head": 2},
         {"block": "superblock", "layer": "c.own_slots"},
         {"activation_checkpoint": "selective"},
@@ -254,9 +250,7 @@ NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size
         {"attn_softcap": 20.0},
         {"doc_mask": True},
         {"objective": "seq2seq"},
-        {"norm": "rmsnorm", "mlp": "swiglu"},
         {"n_expert": 4},
-        {"vocab_size": 20000, "loss_chunk": 64},
         {"vocab_size": 20000, "loss_chunk": 64, "logit_softcap": 30.0},
         {"vocab_size": 20000, "loss_chunk": 64, "compile": True},
         NARROW | {"block": "standard"},
@@ -295,7 +289,6 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
         {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8},
         {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8, "fsdp_reshard": False},
         {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 4, "activation_checkpoint": "full"},
-        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8, "tie_weights": False},
         {"world_size": 8, "parallel": "fsdp", "tp": 2, "cp": 2, "gradient_accumulation_steps": 4},
     ],
     ids=str,
@@ -330,14 +323,14 @@ def test_windows_that_a_block_declares_are_measured(monkeypatch):
 def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
     """A map of each score keeps more than the fused softmax; the order of the layers does not matter."""
     layers = "c,p", "c,p;c.gelu,p", "c.gelu,p;c,p", "c.gelu,p"
-    memory = [plan.Plan(config(block="superblock", layer=layer)).total for layer in layers]
+    memory = [plan.Plan(config(block="superblock", layer=layer, n_layer=2)).total for layer in layers]
     assert memory[0] < memory[1] == memory[2] < memory[3]
 
 
 @pytest.mark.parametrize("flags", [{"attn_softcap": 20.0}, {"window": 64}, {"cp": 2, "world_size": 2}], ids=str)
 def test_long_texts_take_as_much_memory_as_measured(flags, monkeypatch):
     """Though they are measured on shorter ones, within a tenth."""
-    cfg = config(block_size=1024, **flags)
+    cfg = config(block_size=1024, gradient_accumulation_steps=1, **flags)
     whole = plan.Plan(cfg)
     monkeypatch.setattr("engine.plan.estimate.LONG", 512)
     short = plan.Plan(cfg)
@@ -361,8 +354,7 @@ def test_a_pipeline_holds_micro_batches(ranks, chunks):
 
 def test_a_pipeline_s_largest_rank_is_planned():
     """Its first layer has no experts: the other rank holds more."""
-    flags = {"n_expert": 8, "n_dense_layer": 1, "pp": 2, "world_size": 2}
-    cfg = config(**flags)
+    cfg = config(n_expert=8, n_dense_layer=1, pp=2, world_size=2)
     states = []
     for number in range(2):
         with as_rank(cfg, number) as ranks:
@@ -371,8 +363,7 @@ def test_a_pipeline_s_largest_rank_is_planned():
 
 
 def test_offload_moves_the_states():
-    flags = {"world_size": 4, "parallel": "fsdp"}
-    here, there = (plan.Plan(config(fsdp_offload=on, **flags)) for on in (False, True))
+    here, there = (plan.Plan(config(world_size=4, parallel="fsdp", fsdp_offload=on)) for on in (False, True))
     states = sum(here.memory[kind] for kind in STATES)
     assert (here.host, there.host, there.total) == (0, states, here.total - states)
     # 4 micro-steps gather twice, the gradients come down once, and AdamW reads four numbers and writes three
@@ -460,11 +451,8 @@ def test_what_is_printed_is_in_the_units_that_it_names(monkeypatch):
         [line] = [line for line in lines if line.startswith(f"  {name}  ")]
         found = [float(x.replace(",", "")) for x in re.findall(r"\d[\d,]*\.?\d*", line[len(name) + 2 :])]
         assert found == pytest.approx(numbers, abs=6e-4), name
-    tokens, days = re.search(
-        r"max_iters=100,000: ([\d.,]+) billion tokens in ([\d.,]+) days", "\n".join(lines)
-    ).groups()
-    assert float(tokens.replace(",", "")) == pytest.approx(16 * 2 * 1024 * 100_000 / 1e9, abs=0.06)
-    assert float(days.replace(",", "")) == pytest.approx(p.step * 100_000 / 86400, abs=0.06)
+    days = p.step * 100_000 / 86400
+    assert f"max_iters=100,000: {16 * 2 * 1024 / 1e4:,.1f} billion tokens in {days:,.1f} days" in lines
     monkeypatch.setitem(plan.GPU, "h100", plan.GPU["h100"]._replace(memory=1e6))
     advice = plan.report(p).partition("DOES NOT FIT")[2].partition("host")[0]
     assert "batch_size" in advice and "activation_checkpoint=full" in advice and "parallel" not in advice

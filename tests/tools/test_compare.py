@@ -263,14 +263,13 @@ def test_a_sweep(jobs, fake):
     assert f"Run 1, losses at seed 1: {losses}." in table and "extend --sweep" not in table
 
 
-@pytest.mark.parametrize("values", ["1e-1,1e-2", "1e-3,1e-4,1e-2"])
-def test_the_edge_of_a_sweep_is_told(values, fake):
-    assert fake(f"--sweep=learning_rate={values}") == 0
+def test_the_edge_of_a_sweep_is_told(fake):
+    assert fake("--sweep=learning_rate=1e-3,1e-4,1e-2") == 0
     table = (fake.out / "compare.md").read_text()
     assert "Run 2: learning_rate=1e-2 is at an end of the sweep" in table and table.count("extend --sweep") == 2
     fake.calls()
     assert fake("--sweep=learning_rate=1e-1,1e-2,1e-3,1e-4") == 0  # an extended sweep goes on
-    assert len(fake.calls()) == 8 - 2 * len(values.split(","))
+    assert len(fake.calls()) == 2
     assert "extend --sweep" not in (fake.out / "compare.md").read_text()
 
 
