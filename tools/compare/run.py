@@ -47,7 +47,8 @@ class Run:
             self.name += f" --common={options.common}"
         names = [arg.lstrip("-").partition("=")[0] for arg in self.args]
         for name in (*RESERVED, options.swept):
-            require(names.count(name) <= (name not in RESERVED), f"{self.name}: tools.compare sets --{name}; leave it out")
+            most = 0 if name in RESERVED else 1
+            require(names.count(name) <= most, f"{self.name}: tools.compare sets --{name}; leave it out")
         self.shown = " ".join(filter(None, (text, setting and f"--{setting}")))
         self.update()
 
