@@ -135,11 +135,11 @@ def test_pieces_have_the_ids_of_the_whole(text, length):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
 def test_memory_is_bounded(tmp_path):
-    """A separate process prepares 40 MB, with a document of 10 MB that Python stores in four bytes per character."""
+    """A separate process prepares 50 MB, last a document of 10 MB that Python stores in four bytes per character."""
     file = tmp_path / "a.jsonl"
     with open(file, "w") as f:
+        f.writelines([json.dumps({"text": "some words of text " * 1000}) + "\n"] * 2000)
         f.write(json.dumps({"text": "a long document. " * 600_000 + "\U0001f600"}, ensure_ascii=False) + "\n")
-        f.writelines([json.dumps({"text": "some words of text " * 1000}) + "\n"] * 1500)
     code = (
         "import json, re, sys; from argparse import Namespace; from data import corpus\n"
         "peak = lambda: int(re.search('VmHWM:\\s*([0-9]+)', open('/proc/self/status').read())[1])\n"
@@ -148,9 +148,9 @@ def test_memory_is_bounded(tmp_path):
     flags = json.dumps(vars(args(tmp_path / "out", shard_tokens=10**8)))
     run = [sys.executable, "-c", code, flags, str(file)]
     out = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert int(out.split()[-1]) < 190_000  # kB
+    assert int(out.split()[-1]) < 150_000  # kB
     tokens = open_data(tmp_path / "out").meta["splits"]
-    assert sum(tokens[s]["tokens"] for s in tokens) == 17 * 600_000 + 1500 * 19_000 + 1501 + 4
+    assert sum(tokens[s]["tokens"] for s in tokens) == 17 * 600_000 + 2000 * 19_000 + 2001 + 4
 
 
 def archive() -> bytes:
@@ -397,7 +397,7 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, name, 
     assert total > 50 and len(files_of(whole)) > 8
     rng = random.Random(time.time_ns())  # over the days, all writes
     moves = range(total - 18, total + 1)  # the moves into place
-    for n in [rng.randrange(1, moves[0]), *rng.sample(moves, 3)]:
+    for n in [rng.randrange(1, moves[0]), *rng.sample(moves, 2)]:
         shutil.copytree(old, folder)
         assert killed_at(work, n) == n
         meta = (folder / "meta.json").read_bytes()
