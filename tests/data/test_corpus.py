@@ -148,7 +148,7 @@ def test_memory_is_bounded(tmp_path):
     flags = json.dumps(vars(args(tmp_path / "out", shard_tokens=10**8)))
     run = [sys.executable, "-c", code, flags, str(file)]
     out = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert int(out.split()[-1]) < 150_000  # kB
+    assert int(out.split()[-1]) < 155_000  # kB, of which the texts that are read are 38,000
     tokens = open_data(tmp_path / "out").meta["splits"]
     assert sum(tokens[s]["tokens"] for s in tokens) == 17 * 600_000 + 2000 * 19_000 + 2001 + 4
 
