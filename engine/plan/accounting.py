@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from model import Heads, Linear, Model
+from model import Convolution, Heads, Linear, Model
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -32,6 +32,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
     reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
     total = 6 * model.head.weight.numel() * T
+    total += sum(6 * m.weight.numel() * T for m in model.modules() if isinstance(m, Convolution))
     for name, m in model.named_modules():
         if isinstance(m, Linear):
             tokens = source if name.startswith("encoder.") or m.role == "memory" else T
