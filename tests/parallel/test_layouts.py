@@ -36,7 +36,7 @@ from engine import optim
 from engine.checkpoint.files import VOCAB_WEIGHTS
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.context import local_pieces
-from engine.parallel.ranks import check_layout, join
+from engine.parallel.ranks import check_layout, join, of_all_ranks
 from engine.parallel.recomputation import MATMULS, recompute
 from engine.parallel.sharded import ShardedModel, local
 from model import Model
@@ -108,6 +108,7 @@ OF_FSDP = {
     "offloaded": ["--fsdp_offload=True", *RECOMPUTED],
     "untied": ["--block=simplified", "--tie_weights=False", *SELECTED, "--n_layer=3", "--conv=4"],
     "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
+    "groups": [*GROUPS, "--n_group=2", *MUON],
     "attention": [*FLAGS, *RECOMPUTED, *MUON],
     "experts": [*EXPERTS, *SELECTED, *MUON],
 }
@@ -128,10 +129,8 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
     }),
     "meshes": (4, {
         "hsdp": (SIMPLIFIED, [*FSDP, "--dp_replicate=2"]),
-        "hsdp, groups": ([*GROUPS, "--n_group=2", *MUON], [*FSDP, "--dp_replicate=2"]),
         "fsdp+tp": ([*GATED, "--conv=4", *MUON, *SELECTED], LAYOUTS["fsdp+tp"]),
         "fsdp+tp, values": ([*VALUES, "--bias=True", *MUON], LAYOUTS["fsdp+tp"]),
-        "fsdp+tp, experts": ([*EXPERTS, *MUON], LAYOUTS["fsdp+tp"]),
         "fsdp+cp": (SIMPLIFIED, [*FSDP, "--cp=2", *TWO]),
         "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
         "hsdp+ep": ([*EXPERTS, *MUON], [*FSDP, "--dp_replicate=2", "--ep=2"]),
@@ -157,8 +156,8 @@ CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on
 NARROW = {"fsdp": ["20 steps"]}  # what is computed in float32 too, where no rounding changes a choice
 RUNS = []
 for each, (processes, runs) in LAUNCHES.items():
-    slow = [pytest.mark.slow] * (processes == 8)
-    RUNS.append(pytest.param(each, NARROW.get(each, []), id=each, marks=slow))
+    if processes < 8:
+        RUNS.append(pytest.param(each, NARROW.get(each, []), id=each))
     rounded = [name for name, (flags, _) in runs.items() if not any(flag.startswith(CHOICES) for flag in flags)]
     RUNS.append(pytest.param(each, rounded, id=f"{each}-float32", marks=pytest.mark.slow))
 
@@ -202,7 +201,6 @@ UNEVEN_RUNS = {  # on 3 ranks: name -> (flags of the model, of the layout)
     "fsdp": (["--bias=True", "--tie_weights=False", *MUON], FSDP),
     "gains": (["--block=simplified", "--simplified_value_proj=all"], FSDP),  # of one number: two ranks have none of it
     "tp": (["--n_head=3", "--n_embd=24", "--block_size=18"], ["--tp=3"]),  # which pads the vocabulary to 258
-    "cp": (["--n_head=3", "--n_embd=24", "--block_size=18", "--pos=rope"], ["--cp=3"]),
 }
 
 
@@ -354,8 +352,8 @@ def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(pretende
     assert sent.seen == expected
 
 
-def gains_of_fsdp(file: Path):
-    """(dtype, value) of a block's gain and of a head's, in bfloat16 before and after a step whose rate is tiny."""
+def keep_gains():
+    """A block's gain and a head's, in bfloat16 before and after a step whose rate is tiny."""
     flags = ["--block=simplified", "--dtype=bfloat16", "--vocab_size=257", "--learning_rate=1e-4", "--min_lr=0"]
     cfg = parse(Config, [*TINY, *flags, *TWO, *FSDP])
     rank = ShardedModel(cfg, join(cfg))
@@ -370,17 +368,15 @@ def gains_of_fsdp(file: Path):
         step(rank)
         optimizer.step()
         rank.model.zero_grad(set_to_none=True)
-    torch.save(gains, f"{file}.{dist.get_rank()}")
-
-
-def test_fsdp_keeps_gains_in_float32(tmp_path):
-    """In bfloat16, they move by less than a number in bfloat16 can, and alike on both ranks."""
-    launch(2, gains_of_fsdp, tmp_path, tmp_path / "gains")
-    gains, others = (torch.load(tmp_path / f"gains.{rank}") for rank in range(2))
-    assert gains == others
+    assert of_all_ranks(gains) == [gains, gains]
     for (kind, before), (same, after) in zip(*gains, strict=True):
         assert kind == same == torch.float32
         assert before == 1.0 and 0.5e-4 < abs(after - 1.0) < 2e-4
+
+
+def test_fsdp_keeps_gains_in_float32(tmp_path):
+    """They move by less than a number in bfloat16 can, and alike on both ranks."""
+    launch(2, keep_gains, tmp_path)
 
 
 @pytest.mark.parametrize("block", ["standard", "parallel", "superblock"])

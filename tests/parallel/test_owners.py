@@ -1,7 +1,6 @@
 """Muon among ranks: its update is that of one process, each matrix is orthogonalised once, with two messages a
 step. Copies of parameters are compared."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -29,7 +28,6 @@ LAYOUTS = {  # name -> (ranks, flags)
     "fsdp, uneven": (3, [FSDP]),
     "fsdp, empty shards": (3, [FSDP, "--n_embd=4", "--n_kv_head=1", "--n_head=2"]),
     "hsdp": (4, [FSDP, "--dp_replicate=2"]),
-    "copies only": (4, [FSDP, "--dp_replicate=4"]),
     "tp x ddp": (4, ["--tp=2"]),
     "tp": (4, TP),
     "fsdp x cp": (4, [FSDP, "--cp=2"]),
@@ -38,7 +36,7 @@ LAYOUTS = {  # name -> (ranks, flags)
     "superblock, tp x fsdp": (4, [FSDP, "--tp=2", "--block=superblock", "--pos=rope"]),
     "tp x hsdp": (8, [FSDP, "--tp=2", "--dp_replicate=2"]),
 }
-RUNS = [(name, "float64") for name in LAYOUTS] + [(name, "bfloat16") for name in ("tp", "chunks x fsdp")]
+RUNS = [(name, "float64") for name in LAYOUTS] + [(name, "bfloat16") for name in ("ddp", "chunks x fsdp")]
 
 
 def config(flags: list[str], dtype: str = "float32") -> Config:
@@ -131,46 +129,42 @@ def nudge(p: torch.nn.Parameter):
         local(p).view(-1)[:1] = first.nextafter(first + 1)
 
 
-def plant(cases: list[tuple[list[str], dict]], folder: Path):
-    """Per case, flags and {(rank, a parameter's name): ...}, what unequal_copies says before and after each of these
-    ranks changes its parameter."""
-    said = []
-    for flags, changes in cases:
+UP, ROUTER = "blocks.0.sums.1.experts.up.weight", "blocks.0.sums.1.experts.router.weight"
+CHANGES = [  # flags, {(the rank that changes a parameter, its name): who is said to differ from whom}
+    ([], {(2, "blocks.1.sums.1.mlp.up.weight"): [(2, n) for n in (0, 1, 3)]}),
+    ([FSDP, *GAINS, *EXPERTS], {
+        (1, "wte.weight"): [],
+        (3, "blocks.0.sums.1.mlp.up.weight"): [],
+        (3, "blocks.0.sums.0.attn.alpha"): [(3, n) for n in (0, 1, 2)],
+    }),
+    ([FSDP, "--dp_replicate=2"], {(1, "wte.weight"): [(1, 3), (3, 1)]}),
+    (["--tp=2"], {(2, "wte.weight"): [(0, 2), (2, 0)]}),
+    (TP, {(3, "wte.weight"): [], (1, "blocks.0.sums.0.before.weight"): [(1, n) for n in (0, 2, 3)]}),
+    (["--pp=2"], {(2, "blocks.1.sums.0.attn.qkv.weight"): [(2, 3), (3, 2)]}),
+    (EXPERTS, {(1, UP): [(1, 3), (3, 1)]}),
+    (EXPERTS, {(3, ROUTER): [(3, n) for n in (0, 1, 2)]}),
+]  # fmt: skip
+
+
+def change_copies():
+    for flags, changes in CHANGES:
         cfg = config(flags)
         sharded = ShardedModel(cfg, parallel.join(cfg))
         sharded.init_weights(cfg.seed)
-        said.append([sharded.unequal_copies()])
-        for rank, name in changes:
+        assert sharded.unequal_copies() == ""
+        for (rank, name), expected in changes.items():
             if dist.get_rank() == rank:
                 nudge(sharded.model.get_parameter(name))
-            said[-1].append(sharded.unequal_copies())
-    (folder / f"said {dist.get_rank()}").write_text(json.dumps(said))
+            said = sharded.unequal_copies()
+            named = {f"those of rank {a} from those of rank {b}" for a, b in expected} or {""}
+            assert said.partition(": ")[2].partition(";")[0] in named, (flags, rank, name, said)
+            assert {*parallel.of_all_ranks(said)} == {said}
 
 
 def test_ranks_whose_copies_differ_are_named(tmp_path):
     """Copies of DDP, HSDP and DDP with tp or pp, parameters that tp does not cut, gains under FSDP; shards
     and slices have no copies."""
-    up, router = "blocks.0.sums.1.experts.up.weight", "blocks.0.sums.1.experts.router.weight"
-    of_fsdp = {(1, "wte.weight"): [], (3, "blocks.0.sums.1.mlp.up.weight"): []}
-    of_fsdp |= {(3, "blocks.0.sums.0.attn.alpha"): [(3, n) for n in (0, 1, 2)]}
-    cases = [  # flags, the rank that changes a parameter, its name, who is said to differ from whom
-        ([], {(2, "blocks.1.sums.1.mlp.up.weight"): [(2, n) for n in (0, 1, 3)]}),
-        ([FSDP, *GAINS, *EXPERTS], of_fsdp),
-        ([FSDP, "--dp_replicate=2"], {(1, "wte.weight"): [(1, 3), (3, 1)]}),
-        (["--tp=2"], {(2, "wte.weight"): [(0, 2), (2, 0)]}),
-        (TP, {(3, "wte.weight"): [], (1, "blocks.0.sums.0.before.weight"): [(1, n) for n in (0, 2, 3)]}),
-        (["--pp=2"], {(2, "blocks.1.sums.0.attn.qkv.weight"): [(2, 3), (3, 2)]}),
-        (EXPERTS, {(1, up): [(1, 3), (3, 1)]}),
-        (EXPERTS, {(3, router): [(3, n) for n in (0, 1, 2)]}),
-    ]
-    launch(4, plant, tmp_path, cases, tmp_path)
-    said = [json.loads((tmp_path / f"said {rank}").read_text()) for rank in range(4)]
-    assert said[0] == said[1] == said[2] == said[3]
-    for (flags, changes), (before, *after) in zip(cases, said[0], strict=True):
-        assert before == ""
-        for (change, expected), line in zip(changes.items(), after, strict=True):
-            named = {f"those of rank {a} from those of rank {b}" for a, b in expected} or {""}
-            assert line.partition(": ")[2].partition(";")[0] in named, (flags, change, line)
+    launch(4, change_copies, tmp_path)
 
 
 def train_with_a_difference(flags: list[str]):
