@@ -388,12 +388,7 @@ def attention(
     S = k.size(2)
     if mask.window >= S:
         mask = mask._replace(window=0)
-    M = 0
-    if slots is not None:
-        slot_k, slot_v = (x.expand(len(q), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
-        M = slot_k.size(2)
-        k = torch.cat((slot_k, k), dim=2)
-        v = torch.cat((slot_v, v), dim=2)
+    k, v, M = behind_slots(slots, k, v)
     device = q.device.type
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
     mapped = softcap > 0 or phi is not None
@@ -412,6 +407,14 @@ def attention(
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)
+
+
+def behind_slots(slots: Slots, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Keys and values of M slots, then those of tokens, each (B, Hkv, M + S, E), and M."""
+    if slots is None:
+        return k, v, 0
+    slot_k, slot_v = (x.expand(len(k), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
+    return torch.cat((slot_k, k), dim=2), torch.cat((slot_v, v), dim=2), slot_k.size(2)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
