@@ -196,8 +196,8 @@ READER = {  # letter -> what it stands for without switches
     "c": Reader("attn", "context"),
     "m": Reader("cross", "memory"),
     "s": Reader("slots", "parameters"),
-    "p": Reader("mlp", "parameters", "stream", "mlp", "none"),
-    "e": Reader("experts", "experts", "stream", "mlp", "none"),
+    "p": Reader("mlp", "parameters", query="stream", phi="mlp", out="none"),
+    "e": Reader("experts", "experts", query="stream", phi="mlp", out="none"),
 }
 SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
 SWITCH |= {"joint_slots": "slots"}  # any other switch is a phi

@@ -5,12 +5,14 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-A block is a list of sums of readers, such as attention and the MLP. To try an idea, add an entry to a table (NORM,
-PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal; docs/hacking.md has examples, roles and seams.
+A layer is a list of sums. A sum adds what its readers, such as attention and the MLP, make of the normed stream.
+To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal;
+docs/hacking.md has examples, roles and seams.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
     H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size   F hidden units
+    E width of a head with columns of positions, or experts   M slots   N = B T tokens   K taps of a convolution
 """
 
 import math
@@ -40,7 +42,7 @@ Fused = tuple[int, int, Shape]  # (dim, groups, sizes), see Linear
 
 @dataclass
 class ModelConfig(LayerFlags):
-    """The network's flags. flags.py says how the rules in brackets are read."""
+    """The network's flags. A rule in brackets on a line of its own belongs to the flag above; flags.py reads them."""
 
     # --- model: size
     n_layer: int = 12  # [>0] [<=4096] number of blocks
@@ -62,8 +64,10 @@ class ModelConfig(LayerFlags):
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"] = "layernorm"  # of the stream; docs/blocks.md
     # [norm_placement!=none or norm=none]
-    last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # [norm_placement!=post] kind of that before the head
-    norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # around a branch; docs/blocks.md
+    last_norm: Literal["same", "layernorm", "rmsnorm"] = (
+        "same"  # [norm_placement!=post] kind of the norm before the head
+    )
+    norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # around a sum; docs/blocks.md
     # [norm!=none or norm_placement=none]
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
     # [norm!=none and norm_placement!=none or last_norm!=same or block=simplified* or qk_norm=True]
@@ -71,8 +75,8 @@ class ModelConfig(LayerFlags):
     # [has_map or has_slots and n_slot=0] relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: as GPT-2 and Gemma
     mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
-    conv: int = 0  # [<=64] [conv!=1] [objective=causal] K: to what a sum reads, a sum over its last K tokens is added
-    # with weights for each channel (arXiv:2109.08668, 2512.17351); 0 = off
+    conv: int = 0  # [<=64] K taps of a causal convolution, added to what a sum's readers see (docs/blocks.md); 0 = off
+    # [conv!=1] [objective=causal] for each channel alone (arXiv:2109.08668, 2512.17351)
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)
@@ -123,6 +127,10 @@ class ModelConfig(LayerFlags):
     def kv_heads(self) -> int:
         return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
+
+# Modules declare in `initial` what their parameters begin with, and Model.init_weights fills them: a number, a tensor,
+# or Normal(std), drawn from N(0, std) but for the first `zero` of every `period` rows, which are 0.
+Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Norms
@@ -186,13 +194,10 @@ def norm(cfg: ModelConfig, role: str) -> nn.Module:
 
 
 def with_role(module: nn.Module, role: str) -> nn.Module:
+    """The role says how tensor parallelism cuts a layer, or what an identity exchanges (docs/hacking.md, Roles)."""
     module.role = role
     return module
 
-
-# What a parameter begins with, which its module declares in `initial`: a number, a tensor, or this, numbers from
-# N(0, std), except that the first `zero` of every `period` rows are 0.
-Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Positions: a class for the embedding and a class for q, k and v. t (T,) holds absolute positions; with doc_positions
@@ -210,7 +215,7 @@ class NoEmbedding(nn.Module):
 
 
 def embedding(cfg: ModelConfig, rows: int) -> nn.Embedding:
-    """nn.Embedding with an uninitialised weight. Drawing it on the meta device would import torch._dynamo: a second."""
+    """nn.Embedding whose weight is not drawn, which on the meta device takes a second: it imports torch._dynamo."""
     table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
     table.initial = {"weight": Normal(cfg.init_std)}
     return table
@@ -259,7 +264,8 @@ class AttentionPosition(nn.Module):
         self.cfg = cfg
 
     def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
-        return ()  # causal models: tensors (..., T, n), with a row for each position of t (T,)
+        """What forward needs of the positions t (T,); in causal models, tensors (..., T, n)."""
+        return ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         return q, k, v
@@ -322,7 +328,7 @@ class Rope(AttentionPosition):
         self.first = first  # entry of the table where this layer's begin
         if cfg.head_size % 2:
             refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
-        scaled_frequencies(cfg, torch.ones(1, device="cpu"))
+        scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # refuses a wrong rope_scaling
 
     def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
         cfg = self.cfg
@@ -359,8 +365,7 @@ class Alibi(AttentionPosition):
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         if cfg.objective != "causal":
-            why = "this was retired, as encoders see both ways; set pos=rope, or use an older version of this program"
-            refuse(cfg, "pos objective", why)
+            refuse(cfg, "pos objective", "this was retired, as encoders see both ways; set pos=rope")
 
     def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
         D = self.cfg.head_size
@@ -417,18 +422,18 @@ def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
 # Linear layers
 
 
-class UndrawnLinear(nn.Linear):
+class EmptyLinear(nn.Linear):
     """nn.Linear with an uninitialised weight, as Model.init_weights draws all weights."""
 
     def reset_parameters(self):
         pass
 
 
-class Linear(UndrawnLinear):
-    """A linear layer that declares its role, and the logical matrices that its weight stores side by side.
+class Linear(EmptyLinear):
+    """A linear layer that declares its role, and the matrices that its weight stores side by side.
 
-    fused = (dim, groups, sizes): along dim (0 rows, 1 columns) the weight has `groups` groups of pieces of `sizes`, and
-    the n-th pieces of all groups are logical matrix n; None = one matrix. Muon orthogonalizes each matrix alone; tensor
+    fused = (dim, groups, sizes): (0, Hkv, (G D, D, D)) says that the rows (1: columns) are, for each of Hkv groups, G D
+    of q, D of k and D of v, so that there are three matrices; None = one. Muon orthogonalizes each matrix alone; tensor
     parallelism cuts between groups. `read_share` is the share of the weight that a token reads.
     """
 
@@ -503,18 +508,18 @@ class Inputs(NamedTuple):
     docs: Tensors | None = None  # of the queries and of the keys, as in a Mask
     memory: Tensor | None = None  # (B, S, C), the encoder's output
     memory_docs: Tensors | None = None  # of the queries and of the memory
-    idx: Tensor | None = None  # (B, T), the tokens
-    place: Tensor | None = None  # (B, T), with documents: the number of tokens of its own before each one
+    idx: Tensor | None = None  # (B, T), the tokens, for modules of yours
+    place: Tensor | None = None  # (B, T), with documents: the position of each token in its own
     shared: "Shared | None" = None  # made anew for each forward
 
 
 class Shared(dict):
-    """What a layer hands to later layers, by name. It is no plain dict, because FSDP gives each block a copy of one."""
+    """What a layer hands to later layers, by name. Of a plain dict, FSDP would give each block a copy."""
 
 
 class Neighbours(nn.Module):
-    """The n > 0 tokens before each one. A module that reads neighbours holds one of these, by which decoding keeps rows
-    for it, and context parallelism brings those of other ranks."""
+    """The n > 0 tokens before each one. A module that reads them holds one: decoding gives it a cache, and context
+    parallelism the rows of other ranks."""
 
     def __init__(self, n: int):
         super().__init__()
@@ -593,7 +598,7 @@ class Heads(nn.Module):
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
     strips: Callable | None = None  # see ops.attention
     initial: dict[str, Normal | float | Tensor] = {}
-    causal = False  # as in a Mask, which see
+    causal = False  # as in ops.Mask
     window = 0
 
     def __init__(self, cfg: ModelConfig, reader: Reader):
@@ -603,7 +608,7 @@ class Heads(nn.Module):
         self.head_dim = D = cfg.head_size
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
-        self.phi: Callable | None = None  # see ops.attention
+        self.phi: Callable | None = None  # of (scores, number of keys); None = softmax
         self.cache = None  # decoding sets a KVCache
         self.gate = None
         self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
@@ -624,8 +629,8 @@ class Heads(nn.Module):
             self.q = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into", bias=cfg.qkv_bias)
 
     def make_slots(self, cfg: ModelConfig, keys: int = 1):
-        """Learned values, with `keys` keys each: n_slot for each key/value head, or so many that the layer has as many
-        parameters as with an MLP."""
+        """Learned values, with `keys` keys each: n_slot for each key/value head, or with n_slot=0 so many that
+        they have as many parameters as an MLP."""
         n = cfg.n_slot
         if n == 0:
             phi = "mlp" if self.reader.phi == "softmax" else self.reader.phi
@@ -647,8 +652,8 @@ class Heads(nn.Module):
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, T, D)."""
-        (q,) = self.split(self.q(x.to(ops.matmul_dtype(x))), 1)
-        return q
+        x = x.to(ops.matmul_dtype(x))  # which autocast does not do where self.q is an identity
+        return self.split(self.q(x), 1)[0]
 
     def split(self, x: Tensor, *sizes: int) -> Tensors:
         """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -672,8 +677,8 @@ class Heads(nn.Module):
 def over_tokens(cfg: ModelConfig, reader: Reader) -> Callable | None:
     """phi of ops.attention for queries that see n tokens: phi(scores) / n, or sigmoid(scores - log n). None for a
     softmax."""
-    phi, inputs = kind_of(cfg, reader)
-    if inputs == 2:
+    phi, arity = kind_of(cfg, reader)
+    if arity == 2:
         refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
     if phi is None:
         return None
@@ -701,7 +706,8 @@ class Attention(Heads):
         if cfg.attn_gate == "element":
             self.gate = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into")
         if cfg.value_residual:
-            self.mix = nn.ModuleList(Gain(0.5) for _ in range(2 if layer else 0))
+            n = 2 if layer else 0  # the first layer's v is mixed into the others
+            self.mix = nn.ModuleList(Gain(0.5) for _ in range(n))
         if reader.slots:
             self.make_slots(cfg)
 
@@ -732,7 +738,8 @@ class Attention(Heads):
         y = self.attend(q, k, v, Mask(self.causal, self.window, inputs.docs))[..., : self.head_dim]
         if self.reader.slots == "own_slots":
             slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-            y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))  # not self.attend, which cp replaces
+            # Not self.attend, which context parallelism replaces: slots are not divided
+            y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))
         return y
 
     def mixed(self, v: Tensor, shared: Shared) -> Tensor:
@@ -775,11 +782,11 @@ class Slots(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
         super().__init__(cfg, reader)
-        phi, inputs = kind_of(cfg, reader)
+        phi, arity = kind_of(cfg, reader)
         if phi is not None:
-            self.phi = lambda scores, n: phi(*scores.chunk(inputs, -1))  # (..., T, inputs M) -> (..., T, M)
+            self.phi = lambda scores, n: phi(*scores.chunk(arity, -1))  # (..., T, arity M) -> (..., T, M)
         self.make_queries(cfg)
-        self.make_slots(cfg, inputs)
+        self.make_slots(cfg, arity)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""
@@ -788,7 +795,7 @@ class Slots(Heads):
         return q, k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return Heads.attend(self, q, k, v, Mask(causal=False))  # not self.attend, which cp replaces
+        return Heads.attend(self, q, k, v, Mask(causal=False))  # as in Attention.read
 
 
 class ShapedAttention(Attention):
@@ -849,7 +856,7 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
 class MLP(nn.Module):
     """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
 
-    A gated kind's `up` has pieces of W_gate and of W_up in turn, so that tensor parallelism can cut between them. Each
+    A gated kind's `up` has pieces of gates and of values in turn, so that tensor parallelism can cut between them. Each
     of n_group groups reads a slice of the stream, and writes to it. A softmax is over the units of a group, with scores
     divided by the root of their width. The switch .matrix adds a matrix W_O behind `down`.
     """
@@ -862,35 +869,34 @@ class MLP(nn.Module):
         if C % groups:
             refuse(cfg, "n_group n_embd", "set n_group to a divisor of n_embd")
         self.reader = reader
-        self.phi, inputs = kind_of(cfg, reader)
+        self.phi, arity = kind_of(cfg, reader)
         unit = cfg.hidden_unit
         if groups > 1 or reader.phi == "softmax":
-            unit = hidden // groups
+            unit = hidden // groups  # a softmax needs all units of its group
         if reader.phi == "softmax":
             self.phi = lambda scores: (scores * (C // groups) ** -0.5).softmax(-1)
-        self.rows = (unit,) * inputs
-        self.q = nn.Identity()
+        self.pieces = (unit,) * arity
+        self.q = nn.Identity()  # the stream itself is the query
         self.out = nn.Identity()
         if groups == 1:
-            self.up = Linear(cfg, C, hidden * inputs, "into", (0, hidden // unit, self.rows))
+            self.up = Linear(cfg, C, hidden * arity, "into", (0, hidden // unit, self.pieces))
             self.down = Linear(cfg, hidden, C, "out")
         else:  # tensor parallelism cuts the slices, as it cuts heads
-            self.up = GroupedLinear(cfg, groups, C, "into", self.rows)
+            self.up = GroupedLinear(cfg, groups, C, "into", self.pieces)
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
             self.q.role = "into"
             self.out.role = "out"
         if reader.out == "matrix":
             self.out = Linear(cfg, C, C, "second" if groups == 1 else "out")
-            self.down.initial = self.up.initial
+            self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        return self.out(self.down(activations(self.phi, self.rows, self.up(self.q(x)))))
+        return self.out(self.down(activations(self.phi, self.pieces, self.up(self.q(x)))))
 
 
-def activations(phi: Callable, rows: Shape, scores: Tensor) -> Tensor:
-    """phi of the scores (..., units) of hidden units, which have pieces of `rows` in turn: of a gated phi gates, then
-    values."""
-    parts = scores.unflatten(-1, (-1, sum(rows))).split(rows, dim=-1)  # each (..., F / unit, unit)
+def activations(phi: Callable, pieces: Shape, scores: Tensor) -> Tensor:
+    """phi of the scores (..., units), which hold pieces of these sizes in turn: gates and values, if phi is gated."""
+    parts = scores.unflatten(-1, (-1, sum(pieces))).split(pieces, dim=-1)  # each (..., F / unit, unit)
     return phi(*parts).flatten(-2)
 
 
@@ -944,10 +950,10 @@ class Experts(nn.Module):
         self.reader = reader
         self.active = cfg.n_expert_active
         self.score = torch.sigmoid if cfg.router == "sigmoid" else partial(torch.softmax, dim=-1)
-        self.phi, inputs = kind_of(cfg, reader)
-        self.rows = (cfg.hidden_unit,) * inputs
+        self.phi, arity = kind_of(cfg, reader)
+        self.pieces = (cfg.hidden_unit,) * arity
         self.router = Linear(cfg, C, cfg.n_expert, "router")
-        self.up = ExpertLinear(cfg, C, hidden * inputs, "into", (0, hidden // cfg.hidden_unit, self.rows))
+        self.up = ExpertLinear(cfg, C, hidden * arity, "into", (0, hidden // cfg.hidden_unit, self.pieces))
         self.down = ExpertLinear(cfg, hidden, C, "out")
         self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
@@ -978,7 +984,7 @@ class Experts(nn.Module):
 
     def read(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
-        return self.down(activations(self.phi, self.rows, self.up(rows, ends)), ends)
+        return self.down(activations(self.phi, self.pieces, self.up(rows, ends)), ends)
 
 
 def routing(p: Tensor, chosen: Tensor) -> Tensor:
@@ -1049,11 +1055,11 @@ class Sum(nn.Module):
         y = self.gain(self.after(reduce(add, y)))
         if self.skip is not None:
             y = y + self.skip(s)
-        return self.total(y).to(s.dtype)  # some norms return float32
+        return self.total(y).to(s.dtype)  # gains are float32
 
 
-def readers_of(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """The sums of a layer whose readers stand in a string: that of --layer, or of STRING in flags.py."""
+def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """The sums that a string describes: that of --layer, or of STRING in flags.py."""
     sums = []
     for readers in cfg.sums(layer):
         sums.append(Sum(cfg, **{reader.name: make_reader(cfg, layer, reader) for reader in readers}))
@@ -1061,6 +1067,7 @@ def readers_of(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 
 def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
+    """The module of a reader. The stream itself reads parameters in an MLP, heads of queries read them in Slots."""
     if reader.dense:
         return MLP(cfg, layer, reader)
     kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
@@ -1074,33 +1081,33 @@ def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
     return MLP(cfg, layer)
 
 
-def cross(cfg: ModelConfig, layer: int) -> dict[str, nn.Module]:
-    """Cross-attention, if there is an encoder. Block leaves out a sum without readers."""
+def cross(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """The sum of cross-attention, if there is an encoder."""
     if cfg.objective != "seq2seq":
-        return {}
-    return {"cross": CrossAttention(cfg, layer)}
+        return []
+    return [Sum(cfg, cross=CrossAttention(cfg, layer))]
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
     attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedAttention(cfg, layer))
     mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=mlp_of(cfg, layer))
-    return [attn, Sum(cfg, **cross(cfg, layer)), mlp]
+    return [attn, *cross(cfg, layer), mlp]
 
 
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
     gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
     both = Sum(cfg, skip=0, gains=gains, attn=ShapedAttention(cfg, layer), mlp=mlp_of(cfg, layer))
-    return [Sum(cfg, **cross(cfg, layer)), both]
+    return [*cross(cfg, layer), both]
 
 
 BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
-    "standard": readers_of,  # c,p: attention, then the MLP (arXiv:1706.03762, with its norm in front as in GPT-2)
-    "parallel": readers_of,  # c+p: one norm for both (GPT-J; PaLM, arXiv:2204.02311)
+    "standard": from_string,  # c,p: s = s + A(n1(s)); s = s + M(n2(s)) (arXiv:1706.03762, norms in front as in GPT-2)
+    "parallel": from_string,  # c+p: s = s + A(n(s)) + M(n(s)) (GPT-J; PaLM, arXiv:2204.02311)
     "simplified": simplified,
     "simplified_parallel": simplified_parallel,
-    "superblock": readers_of,
+    "superblock": from_string,
 }
 
 
@@ -1109,14 +1116,14 @@ class Block(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.sums = nn.ModuleList(each for each in BLOCK[cfg.block](cfg, layer) if each.names)
+        self.sums = nn.ModuleList(BLOCK[cfg.block](cfg, layer))
         names = [name for each in self.sums for name in each.names]
         if len(set(names)) < len(names):  # their initial weights would be equal
             raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
-        for each in self.sums:
-            s = each(s, inputs)
+        for add_to in self.sums:
+            s = add_to(s, inputs)
         return s
 
 
@@ -1135,14 +1142,14 @@ class Stack(nn.Module):
         self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
-        self.position_table = POSITION[cfg.pos][1](cfg).table
+        self.position_table = POSITION[cfg.pos][1](cfg).table  # of an instance that is no submodule
 
     def inputs(
         self, idx: Tensor, t: Tensor, x: Tensor, docs: Tensors | None = None, memory: Maybe = None,
         memory_docs: Tensors | None = None,
     ) -> Inputs:  # fmt: skip
         """What the blocks read besides the stream x (B, T, C) of the tokens idx (B, T) at t (T,)."""
-        place = None if docs is None else places(t, docs)
+        place = None if docs is None else positions_in(docs, t)
         return Inputs(self.table(t, x), docs, memory, memory_docs, idx, place)
 
     def table(self, t: Tensor, x: Tensor) -> Tensors:
@@ -1173,7 +1180,7 @@ class Model(Stack):
         super().__init__(cfg)
         self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = with_role(UndrawnLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
+        self.head = with_role(EmptyLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
         self.head.initial = {"weight": Normal(cfg.init_std)}
         self.encoder = None
         if cfg.objective == "seq2seq":
@@ -1181,8 +1188,8 @@ class Model(Stack):
             flags.objective = "masked"
             flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
             self.encoder = Stack(flags)
-        self.chunk_loss = ops.chunk_loss
-        self.n_targets = None
+        self.chunk_loss = ops.chunk_loss  # or the same function, compiled
+        self.n_targets = None  # or the number of targets of all micro-batches of a step
         self.tie()
         check_initial(self)
         if self.wte.weight.is_meta:
@@ -1204,7 +1211,8 @@ class Model(Stack):
     def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
         """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
-        so a reader starts with the same weights in every block. docs/hacking.md has the table of initial weights."""
+        so that attn of layer 3 starts with the same weights under every --block. docs/hacking.md has the table of
+        initial weights."""
         layer, _, kind = name.rpartition(".")
         value = self.get_submodule(layer).initial[kind]
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
@@ -1221,6 +1229,7 @@ class Model(Stack):
         doc_starts: Maybe = None, source_doc_starts: Maybe = None,
     ) -> Tensor:  # fmt: skip
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
+        # Without documents and an encoder, these four are None
         own = documents(docs, docs, doc_starts, doc_starts)
         of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
         memory = self.encode(source, of_source)
@@ -1257,18 +1266,18 @@ class Model(Stack):
         T = idx.size(1)
         if T > cfg.block_size:
             raise ValueError(f"a sequence of {T} tokens does not fit in block_size={cfg.block_size}; crop it")
-        t = self.place(torch.arange(start, start + T, device=idx.device))
-        place = t
+        t = self.positions(torch.arange(start, start + T, device=idx.device))
+        position = t
         if docs is not None and cfg.doc_positions:
-            place = places(t, docs)
+            position = positions_in(docs, t)
         x = self.wte(idx)
         if cfg.embed_scale != 1:
             x = x * cfg.embed_scale
-        x = ops.dropped(self.pos(x, place), cfg.dropout * self.training)
+        x = ops.dropped(self.pos(x, position), cfg.dropout * self.training)
         return x.to(stream_dtype(cfg, x)), t
 
-    def place(self, t: Tensor) -> Tensor:
-        """Numbers of the tokens that this model is given, (T,) -> their positions in the text."""
+    def positions(self, t: Tensor) -> Tensor:
+        """Numbers of the tokens that this process is given, (T,) -> their positions in the text."""
         return t
 
     def head_weight(self) -> Tensor:
@@ -1315,8 +1324,8 @@ def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> 
     return queries, keys, ops.boundaries(starts, queries.size(1)), ops.boundaries(key_starts, keys.size(1))
 
 
-def places(t: Tensor, docs: Tensors) -> Tensor:
-    """The number of tokens of its document before each token at t (T,) of a text with these documents: (B, T)."""
+def positions_in(docs: Tensors, t: Tensor) -> Tensor:
+    """Tokens at t (T,) of a text with these documents -> the position of each in its document, (B, T)."""
     numbers = docs[1].contiguous()
     return t - torch.searchsorted(numbers, numbers[:, t])
 

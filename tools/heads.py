@@ -97,10 +97,10 @@ def linear_part(f: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
 
 def hidden_units(pool: M.MLP, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """contextual_mlp of the hidden units of a p, for x (C,)."""
-    hidden = M.activations(pool.phi, pool.rows, pool.up(x[None, None]))[0, 0]
+    hidden = M.activations(pool.phi, pool.pieces, pool.up(x[None, None]))[0, 0]
     incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
-    if len(pool.rows) == 2:
-        incoming = incoming.unflatten(1, (-1, 2, pool.rows[0]))[:, :, 0].flatten(1)
+    if len(pool.pieces) == 2:
+        incoming = incoming.unflatten(1, (-1, 2, pool.pieces[0]))[:, :, 0].flatten(1)
 
     def down(h: Tensor) -> Tensor:
         return pool.out(pool.down(h[None, None]))[0, 0]

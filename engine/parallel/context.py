@@ -57,7 +57,7 @@ def local_pieces(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def apply_context_parallel(model: nn.Module, group: ProcessGroup):
     """Change the model, in place, so that it computes this rank's pieces of each text."""
-    model.place = partial(place, group)
+    model.positions = partial(positions, group)
     n, _, _ = piece_indices(group)
     size = model.cfg.block_size // n
     for name, module in model.named_modules():
@@ -69,7 +69,7 @@ def apply_context_parallel(model: nn.Module, group: ProcessGroup):
             module.pieces = partial(pieces_behind_rows, group, module.reach)
 
 
-def place(group: ProcessGroup, t: Tensor) -> Tensor:
+def positions(group: ProcessGroup, t: Tensor) -> Tensor:
     """Indices 0 .. T/n - 1 of this rank's tokens -> their positions in the text."""
     _, front, back = piece_indices(group)
     size = len(t) // 2

@@ -109,7 +109,7 @@ class Chunk(nn.Module):
             return part(**batch)
 
     def embed(self, x: Tensor, idx: Tensor, start: int, docs: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
-        return x, self.model.place(torch.arange(start, start + idx.size(1), device=x.device))
+        return x, self.model.positions(torch.arange(start, start + idx.size(1), device=x.device))
 
 
 class Stage(PipelineStage):

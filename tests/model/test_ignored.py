@@ -113,7 +113,7 @@ def test_ignored_flags_are_found(monkeypatch):
         attn = M.Attention(cfg, layer)
         attn.window = 2
         mlp = M.mlp_of(cfg, layer)
-        return [M.Sum(cfg, attn=attn), M.Sum(cfg, **M.cross(cfg, layer)), M.Sum(cfg, mlp=mlp)]
+        return [M.Sum(cfg, attn=attn), *M.cross(cfg, layer), M.Sum(cfg, mlp=mlp)]
 
     monkeypatch.setitem(M.BLOCK, "near", near)
     rows = [row | {"block": "near"} for row in GRID if row["block"] == "standard"]

@@ -147,7 +147,7 @@ def test_a_block_may_give_its_readers_other_windows(objective, monkeypatch):
         near.window, far.window = 2, 4
         return [
             M.Sum(cfg, near=near, far=far),
-            M.Sum(cfg, **M.cross(cfg, layer)),
+            *M.cross(cfg, layer),
             M.Sum(cfg, mlp=M.MLP(cfg, layer)),
         ]
 
