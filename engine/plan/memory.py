@@ -1,7 +1,7 @@
 """Refuses, before anything is allocated, a run, a sampling or an evaluation that can never fit into the memory.
 
-What is needed at least is compared with the total memory, as other programs may free theirs. So a run that could fit is
-never refused. What a training needs is estimated as for --plan=True.
+What it needs at least, for a training as --plan=True estimates it, is compared with the total memory, as other programs
+may free theirs. So what could fit is never refused.
 """
 
 from contextlib import suppress
