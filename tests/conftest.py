@@ -40,6 +40,11 @@ gc.disable()  # until all tests are collected: a quarter of the start, and hardl
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_make_parametrize_id(val):
+    """Bytes are no part of a test's name: gzip's hold the time, and all workers of xdist must know the same names."""
+    return "bytes" if isinstance(val, bytes) else None
+
+
 def pytest_collection():
     try:
         return (yield)
