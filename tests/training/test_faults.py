@@ -99,5 +99,6 @@ def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_an
     assert "SIGKILL" not in rest and "forcefully" not in rest  # which torchrun sends after 30 s
     tracebacks = [line for line in said.splitlines() if "Traceback" in line]
     assert len(tracebacks) == 1 and "rank1" in tracebacks[0], said
-    # In torchrun's table too. Its root cause is the lower rank where both end within the same second.
-    assert "planted failure" in rest.partition(" FAILED\n")[2]
+    # In torchrun's table too, which of forked workers has only the first one to end
+    lost, _, table = rest.partition(" FAILED\n")
+    assert "planted failure" in table or "rank 0 has lost another rank" in lost
