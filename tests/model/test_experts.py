@@ -124,25 +124,31 @@ def test_the_bias_of_an_expert_has_its_load_as_gradient():
     assert torch.equal(m.balance.bias, before - 0.01 * excess.sign())
 
 
-@pytest.mark.parametrize("objective", ["causal", "seq2seq"])
-@pytest.mark.parametrize("padding", [0, 2])
-def test_the_routing_of_an_evaluation(padding, objective):
+@pytest.mark.parametrize("padding,flags", [
+    (0, {}),
+    (2, {}),
+    (2, {"router": "sigmoid"}),
+    (0, {"objective": "seq2seq", "n_encoder_layer": 1}),
+], ids=str)  # fmt: skip
+def test_the_routing_of_an_evaluation(padding, flags):
     """Loads and entropies of each layer, counted from the routers' scores of the rows that have targets."""
-    flags = dict(objective="seq2seq", n_encoder_layer=1) if objective == "seq2seq" else {}
+    has_encoder = "objective" in flags
     model, found = Model(ModelConfig(**SIZE | flags), seed=3).eval(), {}
     for m in model.modules():
         if isinstance(m, Experts):
-            m.register_forward_hook(
-                lambda m, args, out: found.update({m: m.router(args[0][:2]).softmax(-1).flatten(0, 1)})
-            )
+            m.register_forward_hook(lambda m, args, out: found.update({m: m.router(args[0][:2]).flatten(0, 1)}))
     idx = torch.randint(V, (2 + padding, T), generator=torch.Generator().manual_seed(0))
     targets = idx.clone()
     targets[0, 1:], targets[2:] = -1, -1  # one target is enough
     with torch.no_grad():
-        model(idx, targets, **({"source": idx.flip(1)} if flags else {}))
-    assert len(found) == len(model.experts()) == L + len(flags) // 2
+        model(idx, targets, **({"source": idx.flip(1)} if has_encoder else {}))
+    assert len(found) == len(model.experts()) == L + has_encoder
     for m in model.experts():
-        p, (*load, entropy) = found[m], m.routing[:2].sum(0)
+        p = found[m].softmax(-1)
+        if "router" in flags:
+            p = found[m].sigmoid()
+            p = p / p.sum(-1, keepdim=True)
+        *load, entropy = m.routing[:2].sum(0)
         assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
         assert torch.allclose(entropy, -(p * p.log()).sum())
 
@@ -169,11 +175,14 @@ def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data)
 
 
 def test_a_token_reads_its_share_of_the_parameters():
-    """Two of six experts, in the matrix products too."""
-    sparse, dense = (Model(ModelConfig(**SIZE | flags), seed=0) for flags in ({}, {"n_expert": 0}))
+    """Two of six experts, in the matrix products too; with a shared one each has a third of the units, not a half."""
     router = L * E * C
-    assert n_read(sparse) == dense.n_params() + router + L * E and n_read(dense) == dense.n_params()
-    assert flops(sparse, T) == flops(dense, T) + 6 * T * router
+    dense = Model(ModelConfig(**SIZE | {"n_expert": 0, "mlp_ratio": 3}), seed=0)
+    assert n_read(dense) == dense.n_params()
+    for shared in (0, 1):
+        sparse = Model(ModelConfig(**SIZE | {"n_expert_shared": shared, "mlp_ratio": 3}), seed=0)
+        assert n_read(sparse) == dense.n_params() + router + L * E
+        assert flops(sparse, T) == flops(dense, T) + 6 * T * router
 
 
 def test_layers_of_experts():
