@@ -209,6 +209,15 @@ def test_a_map_over_slots(phi):
     assert_same(slots(x, Inputs()), y @ slots.out.weight.T, [x, *slots.parameters()])
 
 
+@pytest.mark.parametrize("phi,keys", [("gelu", 1), ("swiglu", 2)])
+def test_slots_have_as_many_parameters_as_an_mlp(phi, keys):
+    """To half a slot of each head."""
+    _, slots = pool(f"s.{phi}+c")
+    _, mlp = pool(f"p.{phi}+c")
+    surplus = slots.slot_k.numel() + slots.slot_v.numel() - sum(p.numel() for p in mlp.parameters())
+    assert abs(surplus) <= (keys + 1) * H * D / 2
+
+
 def test_the_matrix_behind_units_is_the_same_for_every_number_of_groups():
     """It writes to the stream: its initial values are scaled and Muon trains it; the units' outputs are not scaled."""
     for groups in (1, 2):
