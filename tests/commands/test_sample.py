@@ -19,6 +19,7 @@ import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 from engine.decode import generate
+from engine.text import Sample
 from model import Model, ModelConfig
 from sample import SampleConfig, choose
 
@@ -249,6 +250,13 @@ def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys)
     sample.main(flags)
     assert sys.stdout.getvalue() == piped
     assert len(lengths) > 30 and "tokens per second" in capsys.readouterr().err
+
+
+def test_what_may_begin_a_stop_waits():
+    sample = Sample("\n\nx")
+    assert sample.add(b"a\n\n", last=False) == "a"
+    assert sample.add(b"y\n", last=False) == "\n\ny"
+    assert sample.add(b"\nx", last=False) == "" and sample.ended and sample.text == "a\n\ny"
 
 
 def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):

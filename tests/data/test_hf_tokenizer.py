@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for: a second in each worker
 from helpers import ROOT, metrics, read_all, refused
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from preparing import args, error, gpt2_of_other_merges
 from test_families import CHOICES
@@ -176,6 +176,7 @@ ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25)
 @given(text=ANY, more=ANY)
+@example(text="  the", more="  it")
 def test_ids_and_text_are_those_of_transformers(folder, kind, text, more):
     """The rest of a text has no blank before it, so the bytes of the ids join to the text."""
     ours, reference = both(folder(kind))
@@ -268,6 +269,7 @@ def test_where_end_of_text_is_found(folder, tmp_path, configs):
     (tmp_path / "tokenizer.json").write_bytes((folder("gpt2") / "tokenizer.json").read_bytes())
     tokenizer = HFTokenizer.from_folder(tmp_path)
     assert (tokenizer.eot, tokenizer.special["eos_token"]) == (0, "</s>")
+    assert tokenizer.ends == ({0, 1} if "generation_config.json" in configs else {0})  # where a sample ends
 
 
 WORDPIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}

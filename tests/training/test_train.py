@@ -489,6 +489,10 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     calls[:] = [True] * 26 * 2
     run(*flags, "--spike_factor=10.0", "--init_from=resume")
     assert losses(folder) == before
+    assert [bool(Watch(Config(spike_factor=10.0), torch.device("cpu"), [1.0] * n).spike(11.0)) for n in (19, 20)] == [
+        0,
+        1,
+    ]
     of_zeros = Watch(Config(spike_factor=10.0), torch.device("cpu"), [0.0] * 20)
     assert of_zeros.spike(1.0) == "" and of_zeros.norms[-1] == 1.0
 
