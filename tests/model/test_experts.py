@@ -1,5 +1,7 @@
 """Experts against transformers' blocks by copied weights, a loop over tokens, and a dense MLP, in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn as nn
@@ -11,6 +13,7 @@ from configurator import Config
 from data.loader import count_windows, eval_batches
 from data.objective import open_with_objective
 from engine.optim import Balance
+from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import flops, n_read
 from flags import READER
 from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
@@ -151,6 +154,16 @@ def test_the_routing_of_an_evaluation(padding, flags):
         *load, entropy = m.routing[:2].sum(0)
         assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
         assert torch.allclose(entropy, -(p * p.log()).sum())
+
+
+def test_the_figures_of_a_routing():
+    """Four tokens, of which each reads two of the experts."""
+    model = Model(ModelConfig(**SIZE | {"n_layer": 1, "n_expert": 6}), seed=0)
+    names = [name for name, m in model.named_modules() if isinstance(m, Experts)]
+    routing = torch.tensor([[4.0, 2, 0, 2, 0, 0, 6]])  # loads, and the sum of entropies
+    alone = SimpleNamespace(device="cpu", sum=lambda x: x)
+    found = ShardedModel.routing_figures(SimpleNamespace(model=model, routers=names, routing=routing, ranks=alone))
+    assert found == {"expert_load": 3.0, "idle_experts": 0.5, "router_entropy": 1.5}
 
 
 def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data):

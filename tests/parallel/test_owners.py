@@ -16,7 +16,7 @@ from configurator import Config, parse
 from data import errors
 from engine import optim
 from engine.parallel import ranks as parallel
-from engine.parallel.owners import Part
+from engine.parallel.owners import Part, differing
 from engine.parallel.sharded import ShardedModel, local
 
 FSDP, STEPS = "--parallel=fsdp", 2
@@ -159,6 +159,11 @@ def change_copies():
             named = {f"those of rank {a} from those of rank {b}" for a, b in expected} or {""}
             assert said.partition(": ")[2].partition(";")[0] in named, (flags, rank, name, said)
             assert {*parallel.of_all_ranks(said)} == {said}
+
+
+def test_the_copy_that_differs_is_the_one_of_few_ranks():
+    assert differing([{"w": 7}, {"w": 5}, {"w": 5}]) == {0: 1}
+    assert differing([{"w": 5}, {"w": 7, "v": 1}, {"w": 5}]) == {1: 0}
 
 
 def test_ranks_whose_copies_differ_are_named(tmp_path):
