@@ -259,6 +259,14 @@ def test_what_may_begin_a_stop_waits():
     assert sample.add(b"\nx", last=False) == "" and sample.ended and sample.text == "a\n\ny"
 
 
+def test_a_sample_that_ends_within_a_character(capsys):
+    """What it has of it is shown, as U+FFFD."""
+    cfg = sample.SampleConfig(max_new_tokens=3)
+    model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257)).eval()
+    sample.continue_text(cfg, model, ByteTokenizer(), "a", torch.tensor([[97]]), lambda logits: torch.tensor([0xC3]))
+    assert capsys.readouterr().out == "a\ufffd\ufffd\ufffd\n"
+
+
 def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):
     """A prompt that is not UTF-8, a terminal with ASCII only, and a reader that ends early."""
     flags = [f"--out_dir={runs / 'causal'}", "--start=é\udcff", "--max_new_tokens=40", "--device=cpu"]
