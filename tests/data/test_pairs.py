@@ -312,6 +312,8 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
         assert tokenizer.decode(out[:-1]) == line["answer"]
     evaluate.main(flags)
     assert f"; {figures['exact_match']:.2%} exact matches" in capsys.readouterr().out
+    evaluate.main([*flags, "--batch_size=2", "--eval_iters=1"])
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines[:2] and capsys.readouterr()
     written, greedy = {"causal": ("cdeCDE\n", ["--temperature=0"]), "seq2seq": ("CDE\n", [])}[name]  # a default
     sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *greedy])
     assert capsys.readouterr().out == written
