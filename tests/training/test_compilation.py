@@ -106,15 +106,15 @@ def test_all_ranks_do_the_same(tmp_path):
     assert COMPILING not in other and FAILS not in other
 
 
-def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, capsys):
     """It says so in a line and has the losses of compile=False. Where compile=True was a flag, it stays the flag."""
     eager = steps_of(run(*SHORT, "--max_iters=3", out="eager"))
     capsys.readouterr()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ["/no/such/compiler"])
     flags = [*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
-    train_main([*flags, "--compile=True"])
-    train_main([*flags, "--init_from=resume", "--max_iters=3"])
-    train_main([*flags, "--init_from=resume", "--eval_only=True"])  # which a stored flag does not compile
+    with torch._inductor.config.patch("cpp.cxx", ["/no/such/compiler"]):  # monkeypatch would delete the name at its end
+        train_main([*flags, "--compile=True"])
+        train_main([*flags, "--init_from=resume", "--max_iters=3"])
+        train_main([*flags, "--init_from=resume", "--eval_only=True"])  # which a stored flag does not compile
     out, err = capsys.readouterr()
     warnings = [line for line in out.splitlines() if line.startswith(FAILS)]
     assert len(warnings) == 2 and len(set(warnings)) == 1 and err == "", out

@@ -726,7 +726,6 @@ def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= tensors_in(tmp_path / "cut").keys()
 
 
-@pytest.mark.slow  # alone: behind some other tests of the same process, nothing is compiled
 def test_every_block_runs_as_compiled_code(run, monkeypatch):
     """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
     may have graphs, share those of the first step. The backend runs a graph as it is, which is quick to make."""
