@@ -4,9 +4,8 @@
     python -m tools.lens --out_dir=out/x --start=FILE:text.py --layer=1 --head=2 --position=40 --out=head.png
     python -m tools.lens --out_dir=out/x --start="class Reader:" --layer=1 --reader=mlp
 
-The units of a head are its learned slots, then the tokens that the query sees; those of the layer's MLP are its hidden
-units. Any other reader of the layer is shown by its name. The last column has the tokens whose probability the unit
-raises most. --out draws the same rows, and needs matplotlib. docs/lens.md defines all columns.
+The units of a head are its learned slots, then the tokens that the query sees. The last column has the tokens whose
+probability the unit raises most. docs/lens.md defines all columns. --out draws the same rows, and needs matplotlib.
 """
 
 import sys
@@ -180,8 +179,9 @@ def main(argv: list[str] | None = None):
         if cfg.out:
             require_matplotlib()
         device = resolve_device(cfg.device)
-        check = lambda flags: memory.check(cfg, {"weights": memory.weights(flags)}, device)  # noqa: E731
-        path, model, tokenizer = weights.alone(cfg.out_dir, device, torch.float32, check)
+        path, model, tokenizer = weights.alone(
+            cfg.out_dir, device, torch.float32, lambda flags: memory.check(cfg, memory.weights_need(flags), device)
+        )
         idx = torch.tensor(prompt_ids(tokenizer, read_prompt(cfg.start)), device=device)
         source = None
         if cfg.source:

@@ -91,9 +91,8 @@ def pieces_behind_rows(group: ProcessGroup, n: int, x: Tensor) -> Tensor:
     ranks exchange the last n rows of their pieces."""
     pieces = x.unflatten(-2, (2, -1))
     _, *indices = piece_indices(group)
-    parts = Exchange.apply(pieces[..., -n:, :], pieces.dim() - 3, group, True).unbind(
-        -3
-    )  # of pieces 0, n-1, 1, n-2, ...
+    last = Exchange.apply(pieces[..., -n:, :], pieces.dim() - 3, group, True)
+    parts = last.unbind(-3)  # of pieces 0, n-1, 1, n-2, ...
     ends = [torch.zeros_like(parts[0]), *parts[::2], *parts[::-2]]  # in order, behind those before the text
     before = torch.stack([ends[i] for i in indices], dim=-3)
     return torch.cat((before, pieces), dim=-2)

@@ -64,13 +64,13 @@ def sampling_need(cfg, flags) -> dict[str, float]:
     if flags.objective != "masked":
         heads = sum(n * heads_of(flags, reader)[1] for reader, n in flags.readers if reader.source == "context")
         keys = min(flags.block_size, 1 + cfg.max_new_tokens) * heads * flags.head_size
-        of_sample += 2 * {"float32": 4}.get(cfg.dtype, 2) * keys
-    return {"weights": weights(flags), "samples": cfg.num_samples * of_sample}
+        width = 4 if cfg.dtype == "float32" else 2
+        of_sample += 2 * width * keys
+    return weights_need(flags) | {"samples": cfg.num_samples * of_sample}
 
 
-def weights(flags) -> int:
-    """Bytes of the weights of a model with these flags."""
-    return 4 * skeleton(flags).n_params()
+def weights_need(flags) -> dict[str, float]:
+    return {"weights": 4 * skeleton(flags).n_params()}
 
 
 def memory_of(device: torch.device) -> tuple[int, str]:
