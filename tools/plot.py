@@ -3,6 +3,7 @@
     python -m tools.plot out/pycode                                         # the training loss against tokens
     python -m tools.plot out/pycode --y=loss,val_loss --smooth=5 --out=loss.svg
     python -m tools.plot out/a out/b out/c --y=val_loss --x=seconds --ymax=3
+    python -m tools.plot out/compare                                        # the differences that tools.compare found
 
 The legend names the flags in which the runs differ. Runs that differ only in the seed are one line, their mean, and a
 band from the smallest to the largest value. The colours can be read on white and on black.
@@ -13,6 +14,7 @@ from pathlib import Path
 from configurator import parse_positional
 from data.errors import command, require, user_errors
 from tools.curves import PlotConfig, curves, draw, read_run, require_matplotlib, save
+from tools.intervals import draw_intervals, is_comparison, rows_of
 
 
 def main(argv: list[str] | None = None):
@@ -21,7 +23,12 @@ def main(argv: list[str] | None = None):
         require(folders, "expected the folders of one or more runs, not nothing; --help says more")
         require_matplotlib()
         out = Path(cfg.out or f"{folders[0]}/plot.png").expanduser()
-        save(draw(curves(cfg, [read_run(folder) for folder in dict.fromkeys(folders)]), cfg), out)
+        if is_comparison(folders[0]):
+            require(len(folders) == 1, f"{folders[0]} is a comparison of tools.compare; draw it alone")
+            figure = draw_intervals(rows_of(folders[0]))
+        else:
+            figure = draw(curves(cfg, [read_run(folder) for folder in dict.fromkeys(folders)]), cfg)
+        save(figure, out)
     print(f"wrote {out}")
 
 

@@ -166,6 +166,25 @@ def test_files(make, tmp_path, capsys):
     assert svg.read_text().startswith("<?xml") and pdf.read_bytes().startswith(b"%PDF-")
 
 
+def test_intervals_of_a_comparison(picture, tmp_path, capsys):
+    """Only seeds that the first run has are compared; a run that is not finished is left out."""
+    losses = {"--layer=c,p": [1.0, 1.2], "--layer=c+p": [1.5, 1.3, 9.0], "--layer=p,c": []}
+    runs = []
+    for words, found in losses.items():
+        seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(found, 1)}
+        runs.append({"arguments": ["--compile=True", words], "seeds": seeds})
+    (tmp_path / "compare.json").write_text(json.dumps({"runs": runs}))
+    (axes,) = picture(str(tmp_path)).axes
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == ["--layer=c,p\n1.100", "--layer=c+p\n3.933"]
+    points = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "None" and line.get_alpha()]
+    assert points == [[0, 0], pytest.approx([0.5, 0.1])]
+    low, high = axes.collections[-1].get_segments()[0][:, 0]  # the bar of the second run
+    assert (low, high) == (pytest.approx(0.3 - 12.706 * 0.2), pytest.approx(0.3 + 12.706 * 0.2))
+    (tmp_path / "compare.json").write_text(json.dumps({"runs": runs[2:]}))
+    assert "has no two runs with results yet" in refused(plot.main, [tmp_path], capsys)
+
+
 def test_refusals(make, tmp_path, capsys):
     a, old, empty, folder = make("A"), tmp_path / "OLD", tmp_path / "EMPTY", tmp_path / "FOLDER.png"
     for each, text in ((old, '{"step": 0, "loss": 1.0, "tokens": 64, "tokens_per_s": 9.0}\n'), (empty, "")):

@@ -12,13 +12,20 @@ TASK = ("dataset", "objective", "corrupt_ratio", "span_length")  # flags; losses
 HEADER = ["run", "parameters", "FLOPs per token", "tokens", "seconds", "loss", "bits per byte", "difference", "speed"]
 
 
-def interval(differences: list[float]) -> str:
-    """The mean of n differences, and for n > 1 half the width of its 95 % confidence interval (Student's t)."""
+def mean_and_half(differences: list[float]) -> tuple[float, float]:
+    """The mean of n differences, and half the width of its 95 % confidence interval (Student's t), 0 for n = 1."""
     n = len(differences)
     if n == 1:
-        return f"{differences[0]:+.4f} (n = 1)"
-    half = T95[n - 2] * stdev(differences) / math.sqrt(n)
-    return f"{fmean(differences):+.4f} ± {half:.4f} (n = {n})"
+        return differences[0], 0.0
+    return fmean(differences), T95[n - 2] * stdev(differences) / math.sqrt(n)
+
+
+def interval(differences: list[float]) -> str:
+    """The mean and its interval, as the table shows them."""
+    n = len(differences)
+    mean, half = mean_and_half(differences)
+    width = f" ± {half:.4f}" if n > 1 else ""
+    return f"{mean:+.4f}{width} (n = {n})"
 
 
 def figure(values: list[float], digits: int, middle=fmean) -> str:
