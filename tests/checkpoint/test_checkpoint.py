@@ -273,7 +273,7 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     assert (tmp_path / "later" / step_name(2)).exists()
     later.wait()
     assert memory == [copy.data_ptr() for copy in later.copies.values()]
-    assert holds(tmp_path / "later", tensors)
+    assert holds(tmp_path / "later" / step_name(2), live) and holds(tmp_path / "later", tensors)
 
 
 # ---- A kill at every instant
