@@ -77,8 +77,7 @@ def make_jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[tuple]:
     """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
-    pool = ThreadPoolExecutor(threads)
-    try:
+    with ThreadPoolExecutor(threads) as pool:
         for job in jobs:
             waiting.append((job, pool.submit(function, job)))
             if len(waiting) == threads + 2:
@@ -86,8 +85,6 @@ def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[t
                 yield before, result.result()
         for before, result in waiting:
             yield before, result.result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for jobs that have not begun
 
 
 def progress_bar(total: int | None, done: int = 0) -> tqdm:

@@ -270,10 +270,7 @@ def open_shard(path: Path, record: dict, limit: int) -> Shard:
 
 
 def raise_open_file_limit() -> None:
-    """Lets this process open up to 65,536 files if the system allows it, because every shard stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 2**16
-    if hard != resource.RLIM_INFINITY:
-        most = min(hard, most)
+    """Lets this process open as many files as the system allows, because every shard stays open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

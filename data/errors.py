@@ -99,17 +99,14 @@ def command(main: Callable[[], Any], kinds: Any = OSError):
     """Run the main function of a script, and exit with the code that it returns, or 0.
 
     An error of `kinds` that it raises, and an OSError of writing to stdout, become one line. With the usual `kinds`, a
-    ValueError that `main` raises is a mistake in the code, and keeps its traceback. A stream that the shell has closed,
-    as with `2>&-`, is replaced by /dev/null. Ctrl-C ends the program with exit code 130.
+    ValueError that `main` raises is a mistake in the code, and keeps its traceback. Ctrl-C ends the program with exit
+    code 130. Characters that stdout cannot print, as in the name of a file, appear as escapes.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
     if (out := sys.stdout) is sys.__stdout__:  # no test has replaced it
         file = Stdout(out.fileno(), "w", closefd=False)
         buffer = file if out.write_through else io.BufferedWriter(file)  # python -u has no buffer
         how = {"line_buffering": out.line_buffering, "write_through": out.write_through}
-        sys.stdout = io.TextIOWrapper(buffer, out.encoding, out.errors, **how)
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, "backslashreplace", **how)
     try:
         with user_errors(kinds):
             try:

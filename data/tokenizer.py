@@ -43,7 +43,6 @@ from data.errors import require
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 KEPT = {"eos_token_id": (list,), "chat_template": (str, list), "model_max_length": (int,)}  # for an export of a run
-LARGEST_ID = 2**24
 
 
 class HFTokenizer(Tokenizer):
@@ -73,7 +72,6 @@ class HFTokenizer(Tokenizer):
             raise ValueError(f"{name} is damaged or of another kind ({str(e)[:100]}); give a tokenizer.json") from None
         self._read_decoder()
         last = max(self.vocabulary.values(), default=-1)
-        require(0 <= last < LARGEST_ID, f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
         named = "eos_token" in special or self._encoding.get_added_tokens_decoder()
         remedy = "name one of its vocabulary as eos_token in tokenizer_config.json beside it"
         require("eos_token" in self.special or not named, f"{name} has no end-of-text token; {remedy}")

@@ -209,25 +209,21 @@ def ended(main, *argv: str) -> int:
     return end.value.code
 
 
-def test_the_exit_code_of_a_command(trained, monkeypatch, capsys):
-    """Ctrl-C ends it without a traceback. A stream that is None, as the shell has closed it, becomes /dev/null."""
+def test_the_exit_code_of_a_command(trained):
+    """Ctrl-C ends it without a traceback."""
 
     def interrupted(argv):
         raise KeyboardInterrupt
 
     assert ended(interrupted) == 128 + signal.SIGINT
-    monkeypatch.setattr(sys, "stdout", None)
     assert ended(sample.main, f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu") == 0
-    monkeypatch.setattr(sys, "stderr", None)
     assert ended(train.main, "--nope=1") == 2
-    monkeypatch.undo()
-    assert len(capsys.readouterr().err.splitlines()) == 1  # about the model
 
 
 def test_a_full_disk_behind_stdout_is_one_line(trained, tmp_path):
     sample = ["sample.py", f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu"]
     full = [sample, [*sample, "--help"], ["train.py", "--help"]]  # whose help is longer than the buffer
-    unbuffered = [["evaluate.py"], ["data/text/prepare.py"], ["-m", "engine.interchange"]]
+    unbuffered = [["evaluate.py"], ["-m", "engine.interchange"]]
     for program in full + [[*name, "--help"] for name in unbuffered]:
         code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
         assert (code, len(err.splitlines())) == (2, 1), f"{program}: {err}"

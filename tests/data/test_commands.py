@@ -41,7 +41,6 @@ def refused(result, *words: str) -> None:
         ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
         ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
         ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
-        ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
         ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
         ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
     ],

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -174,15 +173,11 @@ BAD = [
     ("a.txt", b"ab\n\ncd\naf\xe9\n", "a.txt is not UTF-8 text: byte 9 is 0xe9"),
     ("a.parquet", b"", "a.parquet cannot be read ("),
     *((name, b"\0garbage" * 100, f"{name} cannot be read (") for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet")),
-    ("a.txt", b'\n{"text": "one"}\n', "a.txt holds JSON objects, and its name says text; name it .jsonl"),
-    ("a.md.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), "holds JSON objects"),
     ("a.json", b'[{"text": "one"}]', "one object a line, as jq -c '.[]' does of a list"),
     ("a.json", b'[\n {"text": "one"}\n]', "one object a line, as jq -c '.[]' does of a list"),
     ("a.tar", archive(), "holds NUL bytes, as archives and UTF-16 do; unpack or convert it"),
     ("a.tar.gz", gzip.compress(archive()), "holds NUL bytes"),
     ("a.txt", "one".encode("utf-16-le"), "holds NUL bytes"),
-    ("a.txt.zst", bytes.fromhex("28b52ffd00a8290000") + b"hello",
-     "was compressed with a window of more than 128 MB; unpack it with zstd -d --long=31"),
     ("a.jsonl", LONG, "a.jsonl:1 has more than"),
     ("a.txt", b"", "the split train has 0 tokens, and needs two; add text, cut it into more documents"),
 ]  # fmt: skip
@@ -268,24 +263,22 @@ def test_a_single_text_by_default(tmp_path):
 
 
 def test_find_files(tmp_path, monkeypatch, capsys):
-    """Hidden and other names are left out of folders, links are followed once, and a file that has two names is read
-    once; what was left out is said."""
-    names = ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.TXT.zst", "note.md", "we[i]rd.txt", "._b.txt")
+    """Hidden and other names are left out of folders, links are followed, and a file that has two names is read once;
+    how many were left out is said."""
+    names = ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.TXT.zst", "far/e.txt", "note.md", "we[i]rd.txt", "._b.txt")
     for name in (*names, ".ipynb_checkpoints/b-checkpoint.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    (tmp_path / "sub" / "linked").symlink_to(tmp_path / "far")
     (tmp_path / "broken.txt").symlink_to("nothing")
-    assert sources.find_files(["sub"]) == ["sub/c.parquet", "sub/d.TXT.zst", *(
-        f"sub/loop/{name}" for name in ("a.jsonl", "b.txt", "we[i]rd.txt"))]  # fmt: skip
+    assert sources.find_files(["sub"]) == ["sub/c.parquet", "sub/d.TXT.zst", "sub/linked/e.txt"]
     capsys.readouterr()
-    assert sources.find_files([".", f"{tmp_path}/b.txt"]) == [f"{tmp_path}/b.txt", "a.jsonl", "sub/c.parquet",
-        "sub/d.TXT.zst", "we[i]rd.txt"]  # fmt: skip
-    left_out = "2 hidden names, 1 of other kinds, 1 names that are no files, 1 second names of a file"
-    assert capsys.readouterr().err == f"files to read: 5; left out: {left_out}\n"
+    assert sources.find_files([".", f"{tmp_path}/b.txt"]) == [f"{tmp_path}/b.txt", "a.jsonl", "far/e.txt",
+        "sub/c.parquet", "sub/d.TXT.zst", "we[i]rd.txt"]  # fmt: skip
+    assert capsys.readouterr().err == "files to read: 6; files of other kinds, which are left out: 1\n"
     sources.find_files(["[bs]*"])
-    assert capsys.readouterr().err == "files to read: 1; left out: 2 names that are no files\n"
+    assert capsys.readouterr().err == ""
     assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.TXT.zst"]
     assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
     (tmp_path / "empty").mkdir()
@@ -475,29 +468,8 @@ def test_number_of_shards(tmp_path, web, monkeypatch, shards):
     assert counts["train"]["documents"] + counts["val"]["documents"] == n
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_offline_is_said_at_once(call, tmp_path, monkeypatch, silent):
-    """The hub refuses connections, or takes them and does not answer."""
-    constants = pytest.importorskip("huggingface_hub.constants")
-    for name in [name for name in os.environ if "proxy" in name.lower()]:
-        monkeypatch.delenv(name)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if silent:
-            server.listen()
-        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub)
-        start = time.monotonic()
-        code, _, err = call("openwebtext", f"--out={tmp_path}/out")
-        seconds = time.monotonic() - start
-    assert code == 2 and err.startswith("error: hf:Skylion007/openwebtext cannot be read")
-    assert f"{hub} does not answer" in err and err.count("\n") == 1
-    assert seconds < 20 and not (tmp_path / "out").exists()  # 3 on an idle machine; retries take 24 to 47
-
-
 def test_the_hubs_files(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "check_hub", lambda: None)
     calls = []
 
     def builder(name, config, revision):

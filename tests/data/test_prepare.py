@@ -52,12 +52,9 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
-@pytest.mark.parametrize("as_url", [False, True])
-def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path, as_url):
+def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path):
     source = tmp_path / "my text.txt"
     source.write_text(TEXT)
-    if as_url:
-        source = source.as_uri()
     assert call("shakespeare_char", f"--input={source}", f"--out={tmp_path / 'out'}")[0] == 0
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
@@ -79,11 +76,12 @@ def script(tmp_path, monkeypatch):
 
 def test_shakespeare_download_is_checked(script, tmp_path):
     (tmp_path / "remote.txt").write_text(TEXT[:-1])
-    with pytest.raises(ValueError, match="has the SHA-256 .*; get it elsewhere and pass --input=FILE"):
-        script.shakespeare()
+    with pytest.raises(ValueError, match="has the SHA-256 .* or pass --input=FILE"):
+        script.download()
     assert not script.TEXT.exists()
     (tmp_path / "remote.txt").write_text(TEXT)
-    assert script.shakespeare().decode() == script.TEXT.read_text() == TEXT
+    script.download()
+    assert script.TEXT.read_text() == TEXT
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
@@ -100,9 +98,9 @@ def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer:
             threading.Thread(target=serve, daemon=True).start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
+        monkeypatch.setattr(script, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
         with pytest.raises(ValueError, match="^cannot download http://127.0.0.1.*; put the text at"):
-            script.download(url)
+            script.download()
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch):
