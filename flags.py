@@ -21,7 +21,7 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple, NoReturn
 
-LIMIT = 2**31  # of every number
+LIMIT = 2**31  # of every number without a rule such as [<1]
 LONGEST = 100  # characters of a flag and its value in an error
 MOST = 1000  # characters of a layer's string
 TERM = re.compile(r"(\w*)(>=|<=|!=|=|>|<)?(.*)")
@@ -158,7 +158,9 @@ def flag_of(section: str, doc: str) -> Flag:
         limits.append(f">-{LIMIT}")
     elif not any(limit.startswith(">") for limit in limits):
         limits.append(">=0")
-    return Flag(section, doc, rules, [*limits, f"<{LIMIT}"])
+    if not any(limit.startswith("<") for limit in limits):
+        limits.append(f"<{LIMIT}")
+    return Flag(section, doc, rules, limits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -304,7 +304,7 @@ def test_tables_name_flags_and_say_when_they_are_used():
         for term in re.split(" and | or ", " and ".join(flag.rules)):
             first = re.match(r"\w*", term)[0]
             assert not first or first in names or fact(cfg, first), f"{name}: {term} names neither flag nor fact"
-        assert all(re.fullmatch(r"[<>]=?-?\d+", limit) for limit in flag.limits), name
+        assert all(re.fullmatch(r"[<>]=?-?\d+(e\d+)?", limit) for limit in flag.limits), name
     for targets in Config.NANOGPT.values():
         assert set(targets) <= names
 
