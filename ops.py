@@ -429,7 +429,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
     """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
     PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at most 256 keys on a CPU,
     bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which PyTorch prefers on
-    some GPUs, is allowed only for self-attention without a mask that has a backward, see docs/gpu.md."""
+    some GPUs, is allowed only for self-attention without a mask that has a backward, see docs/performance.md."""
     group = q.size(1) // k.size(1)
     dtype = matmul_dtype(q)
     if q.device.type == "cpu" and dtype == torch.bfloat16 and k.size(2) <= 256:

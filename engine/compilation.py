@@ -4,7 +4,7 @@
     if ranks.compile:
         compile_model(model, parts)             # blocks or stacks, before DDP or FSDP wraps the model
 
-docs/running.md says what is compiled, and what that gives.
+docs/performance.md says what is compiled, and what that gives.
 """
 
 import atexit

@@ -117,7 +117,7 @@ class TextReader:
 
     def limit_threads(self, idx: Tensor):
         """Few products are computed in one thread of a CPU, unless the user has set OMP_NUM_THREADS. Several are not
-        faster, and beside another busy process they wait for each other: docs/running.md has the figures."""
+        faster, and beside another busy process they wait for each other: docs/results.md has the figures."""
         if idx.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             few = self.n_params * idx.numel() < FEW
             torch.set_num_threads(1 if few else self.threads)

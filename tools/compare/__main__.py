@@ -5,7 +5,7 @@
 
 Each --run holds arguments of train.py, and each training is an ordinary run of train.py in its own folder below --out.
 The same command continues a comparison that was ended: it skips the trainings that are finished and resumes the others.
-The table, which docs/compare.md describes, is printed and written to --out. The exit code is 1 if a training failed.
+The table, which docs/hacking.md describes, is printed and written to --out. The exit code is 1 if a training failed.
 """
 
 import sys
