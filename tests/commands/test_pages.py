@@ -1,0 +1,267 @@
+"""Every command of README.md, docs/ and the Makefile can be typed: its program is there and takes its flags.
+
+Nothing is trained or read but config files. A flag whose value is a variable of the shell, as in --layer=$s, counts as
+given with its default.
+"""
+
+import ast
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+from configurator import Config, parse, parse_positional, read_flags
+from data.command import Parser
+from data.errors import require
+from engine.interchange.__main__ import ExportConfig
+from evaluate import EvaluateConfig
+from sample import SampleConfig
+from tools import bench
+from tools.baselines import BaselinesConfig
+from tools.child import words_of
+from tools.compare.trainings import CompareConfig
+from tools.curves import PlotConfig
+from tools.lens import LensConfig
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "Makefile"]
+INLINE = re.compile(r"`((?:python|torchrun|sbatch|make) [^`]*)`")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+OF_SHELL = re.compile(r"[;&|<>()]+|do")  # it ends a command
+
+
+class Parsed(Exception):
+    """The arguments of a prepare.py are right."""
+
+
+# --- finding commands
+
+
+def code_of(page: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each line of code in a page, with the lines that a backslash or a quotation mark adds to it."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "Makefile":
+        text = text.replace("$(BIN)/", "")
+    fenced = page.name == "Makefile"
+    waiting, first = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```"):
+            fenced, waiting = not fenced, ""
+        elif fenced:
+            first = first if waiting else number
+            waiting += line.removeprefix("$ ")
+            if waiting.endswith("\\"):
+                waiting = waiting[:-1]
+            elif waiting.startswith("python -c") and waiting.count('"') % 2:
+                waiting += "\n"
+            else:
+                yield first, waiting
+                waiting = ""
+    prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), text)
+    for match in INLINE.finditer(prose):
+        yield prose.count("\n", 0, match.start()) + 1, match[1].replace("\n", " ")
+
+
+def commands_of(code: str) -> Iterator[list[str]]:
+    """The commands of a line for a shell, each as its words; nothing of a line that is none, such as output."""
+    lexer = shlex.shlex(code, posix=True, punctuation_chars=";&|<>()")
+    lexer.whitespace_split = True
+    try:
+        words = list(lexer)
+    except ValueError:  # an apostrophe in the output of a program
+        return
+    command = []
+    for word in [*words, ";"]:
+        if OF_SHELL.fullmatch(word):
+            if command:
+                yield command
+            command = []
+        else:
+            command.append(word)
+
+
+# --- parsing their flags
+
+
+def known(cls: type, words: list[str]) -> list[str]:
+    """The words without those that hold a variable of the shell, whose flags must exist."""
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        if "$" in word and "$" not in name and name not in cls.__dataclass_fields__:
+            raise ValueError(f"{word}: no such flag")
+    return [word for word in words if "$" not in word and word != "..."]
+
+
+def check_train(words: list[str]):
+    words = known(Config, words)
+    given = read_flags(Config, words)
+    if "init_from" not in given or given["init_from"].value == "scratch":  # otherwise the other flags are stored
+        parse(Config, words)
+
+
+def check_compare(words: list[str]):
+    options = parse(CompareConfig, known(CompareConfig, words))
+    for word in words:
+        if word.startswith("--run="):
+            settings = [f"--{setting}" for setting in options.settings if setting]
+            check_train(words_of("common", options.common) + words_of("run", word[6:]) + settings[:1])
+
+
+def check_bench(words: list[str]):
+    _, runs = bench.read([word for word in known(bench.BenchConfig, words) if not word.startswith("--against=")])
+    for _, run in runs:
+        check_train(run)
+
+
+def check_export(words: list[str]):
+    (first, _, _), _ = parse_positional(ExportConfig, words)
+    require(first == "export", f"{first} is no command of engine.interchange")
+
+
+def check_prepare(program: str, words: list[str]):
+    """Runs the program up to its parser."""
+    parse_args = Parser.parse_args
+
+    def parse_only(parser: Parser):
+        parse_args(parser, words)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(Parser, "parse_args", parse_only)
+        runpy.run_path(str(ROOT / program), run_name="prepare")["main"]()
+
+
+def flags_of(cls: type) -> Callable[[list[str]], object]:
+    return lambda words: parse(cls, known(cls, words))
+
+
+CHECK = {
+    "train.py": check_train,
+    "sample.py": flags_of(SampleConfig),
+    "evaluate.py": flags_of(EvaluateConfig),
+    "tools.lens": flags_of(LensConfig),
+    "tools.baselines": flags_of(BaselinesConfig),
+    "tools.plot": lambda words: parse_positional(PlotConfig, words),
+    "tools.compare": check_compare,
+    "tools.bench": check_bench,
+    "engine.interchange": check_export,
+}
+
+
+def check_python(words: list[str]) -> str:
+    """The program behind `python`, whose arguments are right."""
+    program, *rest = words
+    if program == "-c":
+        ast.parse(rest[0])
+    elif program == "-m" and rest[0] == "pytest":
+        for word in rest[1:]:
+            there = not word.startswith("tests/") or (ROOT / word.partition("::")[0]).exists()
+            require(there, f"{word} is no test")
+    elif program == "-m":
+        check_program(rest[0], rest[1:])
+        program = rest[0]
+    else:
+        check_program(program, rest)
+    return program
+
+
+def check_program(program: str, words: list[str]):
+    if program in CHECK:
+        CHECK[program]([word for word in words if word != "--help"])
+    elif program.endswith("prepare.py"):
+        check_prepare(program, words)
+    else:
+        require((ROOT / program).is_file(), f"{program} is no program of this project")
+
+
+def check(command: list[str]) -> str | None:
+    """The program that a command starts, or None if it is none of ours. An error if the command cannot be typed."""
+    while command and re.match(r"\w+=", command[0]):  # variables of the environment
+        command = command[1:]
+    if not command:
+        return None
+    name, *words = command
+    if name.startswith("--run="):  # of an array of the shell
+        name, words = "python", ["-m", "tools.compare", *command]
+    if name.rpartition("/")[2] == "python":
+        if words in ([], ["-m"], ["$"]) or words[:2] == ["-m", "pip"]:  # the program alone is named; the Makefile's $<
+            return None
+        return check_python(words)
+    if name in ("torchrun", "sbatch"):
+        while words and words[0].startswith("-"):
+            words = words[1:]
+        if not words:  # the program alone is named
+            return None
+        require((ROOT / words[0]).is_file(), f"{words[0]} is no file")
+        return check_python([words[0].replace("config/slurm/train.sbatch", "train.py"), *words[1:]])
+    if name == "make":
+        targets = re.findall(r"^([\w./-]+(?: [\w./-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for word in words:
+            there = "=" in word or any(word in target.split() for target in targets)
+            require(there, f"make {word}: the Makefile has no such target")
+        return "make"
+    return None
+
+
+def problems(page: Path) -> tuple[list[str], list[str]]:
+    """(programs that its commands start, an error with page and line for each command that cannot be typed)."""
+    programs, errors = [], []
+    for number, code in code_of(page):
+        for command in commands_of(code):
+            try:
+                programs.append(check(command))
+            except (ValueError, OSError, SyntaxError) as error:
+                errors.append(f"{page.name}:{number}: {shlex.join(command)[:160]}: {error}")
+    return [program for program in programs if program], errors
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # each prepare.py adds to it
+
+
+def test_every_command_of_the_pages_can_be_typed():
+    found, errors = [], []
+    for page in PAGES:
+        programs, wrong = problems(page)
+        found += programs
+        errors += wrong
+    assert not errors, "\n".join(errors)
+    assert CHECK.keys() | {"make", "data/text/prepare.py"} <= set(found) and len(found) > 100
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("python train.py \\\n    --n_layr=3", "n_layr=3"),
+        ("python train.py --dtype=int3  # a comment", "dtype=int3"),
+        ("torchrun --standalone train.py config/train_pycode.py --rope_scaling=linear:2 --pos=none", "rope_scaling"),
+        ("torchrun --nproc_per_node=2 trian.py", "trian.py"),
+        ("sbatch --nodes=8 config/slurm/train.sbatch config/llama_8b.py", "llama_8b"),
+        ("for s in c p; do python train.py --layr=$s; done", "--layr=$s"),
+        ("OMP_NUM_THREADS=1 python sample.py --out_dir=out/x --temprature=0", "temprature"),
+        ("$ python -m tools.compare --run='config/train_pycode.py --blok=x'", "blok=x"),
+        ("runs+=('--run=config/train_pycode.py --block=y')", "block=y"),
+        ("python -m tools.bench --rounds=0", "rounds=0"),
+        ("python -m engine.interchange export out/mine", "unpack"),
+        ("python data/text/prepare.py --tokeniser=gpt2", "--tokeniser"),
+        ("python data/texts/prepare.py", "texts"),
+        ("python -m tool.plot out/x", "tool.plot"),
+        ("python -m pytest tests/test_nothing.py", "test_nothing"),
+        ("python -c 'print('", "never closed"),
+        ("make trian", "make trian"),
+    ],
+)  # fmt: skip
+def test_a_command_that_cannot_be_typed_is_named_with_page_and_line(code, said, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# A page\n\n```\npython train.py --n_layer=3\n{code}\n```\n", encoding="utf-8")
+    programs, (error,) = problems(page)
+    assert programs == ["train.py"]
+    assert error.startswith("page.md:5: ") and said in error
+    page.write_text(f"# A page\n\nType `{code.removeprefix('$ ')}`.\n", encoding="utf-8")
+    assert code.startswith(("for", "runs", "OMP", "$")) or problems(page)[1][0].startswith("page.md:3: ")
