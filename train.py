@@ -172,6 +172,8 @@ class Run:
         if work.n_read < work.n_params:
             parameters += f", of which a token reads {work.n_read:,}"
         machine = f"{self.ranks.size} x {self.ranks.device.type}, {precision(self.ranks.device, self.ranks.dtype)}"
+        if cfg.fp8:
+            machine += f", {self.sharded.in_float8} layers in float8"
         if cfg.deterministic:
             machine += ", deterministic"
         if self.ranks.compile:

@@ -18,42 +18,54 @@ from model import Inputs, Model, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("in_this_process")  # with one thread, as the tensors are small
 
-HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10  # e4m3: half a step relative to a number, and below 2^-6 absolute
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# half a step relative to a number, half of the smallest step, and the largest number
+FORMAT = {E4M3: (2.0**-4, 2.0**-10, 448), E5M2: (2.0**-3, 2.0**-17, 57344)}
 
 
-def bound(x: torch.Tensor) -> torch.Tensor:
-    """The largest error of each number of x (M, K) that is rounded to e4m3 when its row's largest becomes 448."""
-    scale = x.abs().amax(1, keepdim=True) / 448
-    return torch.maximum(HALF_STEP * x.abs(), SMALLEST * scale) * (1 + 1e-6)
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    monkeypatch.setattr(fp8, "SMALL", (0, 0))
 
 
-def product_bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """That of each number of a b^T, by the triangle inequality, and the rounding of a sum in float32."""
-    wide = (a.abs() + bound(a)) @ (b.abs() + bound(b)).T
+def bound(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest error of each number of x that is rounded when the largest of all becomes that of the format."""
+    relative, absolute, largest = FORMAT[dtype]
+    return torch.maximum(relative * x.abs(), absolute * x.abs().max() / largest) * (1 + 1e-6)
+
+
+def product_bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """That of each number of a b^T, by the triangle inequality, and the rounding of a sum in float32. dtype is a's."""
+    wide = (a.abs() + bound(a, dtype)) @ (b.abs() + bound(b, E4M3)).T
     return wide - a.abs() @ b.abs().T + a.size(1) * 2.0**-23 * wide
 
 
 def rows(*shape: int) -> torch.Tensor:
-    """Normal numbers, with rows and columns of far different sizes, and some zeros."""
-    x = torch.randn(shape, dtype=torch.float64) * 10 ** (3 * torch.randn(shape[0], 1).double())
+    """Normal numbers, with rows and columns of different sizes, and some zeros."""
+    x = torch.randn(shape, dtype=torch.float64) * 10 ** torch.randn(shape[0], 1).double()
     x[:, ::7] *= 1e-3
     x[:, ::11] = 0
     return x.float().double()
 
 
-def test_numbers_are_rounded_as_the_format_says():
+@pytest.mark.parametrize("dtype", FORMAT)
+def test_numbers_are_rounded_as_the_format_says(dtype):
+    def back(x: torch.Tensor) -> torch.Tensor:
+        scale = fp8.scale_of(x, dtype)
+        y = fp8.rounded(x, scale, dtype)
+        assert y.dtype == dtype and y.is_contiguous() and scale.dtype == torch.float32 and scale.dim() == 0
+        return y.double() * scale.double()
+
     x = torch.cat((rows(64, 96), torch.zeros(1, 96, dtype=torch.float64)))
-    y, scale = fp8.rounded(x.float())
-    back = y.double() * scale.double()
-    assert y.dtype == torch.float8_e4m3fn and y.is_contiguous() and (back - x).abs().le(bound(x)).all()
-    assert back[:-1].abs().amax(1).sub(x[:-1].abs().amax(1)).abs().div(x[:-1].abs().amax(1)).max() < 1e-6
-    turned, scale = fp8.rounded(x.float().t())
-    assert turned.is_contiguous() and (turned.double() * scale - x.t()).abs().le(bound(x.t())).all()
+    for turned in (x, x.t(), x[:1], 0 * x):
+        found = back(turned.float())
+        assert (found - turned).abs().le(bound(turned, dtype)).all()
+        assert found.abs().max().item() == pytest.approx(turned.abs().max().item(), rel=1e-6)
+    narrow = x.bfloat16()  # is divided in float32: rounding once is nearer than twice
+    assert (back(narrow) - narrow.double()).abs().le(bound(narrow.double(), dtype)).all()
     for bad in (float("inf"), float("nan")):  # which the run must see
-        broken = x.float().clone()
-        broken[3, 5] = bad
-        y, scale = fp8.rounded(broken)
-        assert (y.float() * scale).isfinite().all(1).tolist() == [i != 3 for i in range(len(x))]
+        x[3, 5] = bad
+        assert not back(x.float())[3, 5].isfinite()
 
 
 def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_their_factors():
@@ -62,8 +74,8 @@ def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_the
     leaves = [t.float().requires_grad_() for t in (x, weight)]
     y = fp8.Product.apply(*leaves)
     dx, dw = torch.autograd.grad(y, leaves, grad.float())
-    for got, a, b in ((y, x, weight), (dx, grad, weight.T), (dw, grad.T, x.T)):
-        exact, limit = a @ b.T, product_bound(a, b)
+    for got, a, b, dtype in ((y, x, weight, E4M3), (dx, grad, weight.T, E5M2), (dw, grad.T, x.T, E5M2)):
+        exact, limit = a @ b.T, product_bound(a, b, dtype)
         error = (got.double() - exact).abs()
         assert error.le(limit).all(), (error / limit).max()
         assert error.max() > 1e-3 * limit.max()  # it was rounded at all
@@ -71,7 +83,7 @@ def test_products_and_gradients_are_those_of_float64_but_for_the_rounding_of_the
 
 @pytest.mark.gpu
 def test_products_of_a_device(device):
-    """In bfloat16, as CUDA multiplies rows. Both factors have three bits of mantissa, so CPUs err by 3.7 %."""
+    """In bfloat16. CPUs err by 3.7 % with three bits of mantissa in both factors, by 6 % with two in the gradient."""
     if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no products in float8")
     torch.manual_seed(3)
@@ -79,8 +91,8 @@ def test_products_of_a_device(device):
     leaves = [t.to(device, torch.bfloat16).requires_grad_() for t in (x, weight)]
     y = fp8.Product.apply(*leaves)
     dx, dw = torch.autograd.grad(y, leaves, grad.to(y))
-    for got, exact in ((y, x @ weight.T), (dx, grad @ weight), (dw, grad.T @ x)):
-        assert (got.cpu().double() - exact).norm() < 0.06 * exact.norm()
+    for got, exact, error in ((y, x @ weight.T, 0.06), (dx, grad @ weight, 0.095), (dw, grad.T @ x, 0.095)):
+        assert (got.cpu().double() - exact).norm() < error * exact.norm()
 
 
 class Calls(TorchDispatchMode):
@@ -124,14 +136,14 @@ def test_the_layers_of_the_blocks_are_changed_and_no_others():
 
 
 def test_a_model_trains_as_in_float32():
-    """50 steps on the same text: the losses fall from 3.5 to 0.1 or less, and differ by less than 0.05 nats."""
+    """70 steps on the same text: the losses fall from 3.5 to 0.1 or less, and differ by less than 0.05 nats."""
     ids = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(0))
 
     def losses(change) -> torch.Tensor:
         model, found = small(mlp="swiglu", attention="mqa", pos="rope"), []
         change(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(50):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        for _ in range(70):
             loss = model(ids[:, :-1], ids[:, 1:])
             loss.backward()
             optimizer.step(), optimizer.zero_grad()
@@ -162,23 +174,26 @@ def figures(*flags: str) -> list[float]:
 
 
 LAYOUTS = {"ddp": [], "fsdp": ["--parallel=fsdp"], "tp": ["--tp=2"], "cp": ["--cp=2"], "pp": ["--pp=2"]}
-LAYOUTS["selective"] = ["--activation_checkpoint=selective"]
+LAYOUTS |= {"selective": ["--activation_checkpoint=selective"], "bias": ["--tp=2", "--bias=True"]}
 
 
 def on_two_ranks(folder):
+    fp8.SMALL = (0, 0)
     torch.save({name: figures(*flags) for name, flags in LAYOUTS.items()}, folder / f"{parallel.environment().rank}.pt")
 
 
 def test_layouts(tmp_path):
-    """Two ranks find the loss and the gradient of one process, which are not those of float32. With tp, a row of the
-    gradient is cut before it is rounded. A block has four layers with three products each."""
+    """Two ranks find the loss and the gradient of one process, which are not those of float32. With tp, a tensor is cut
+    before it is rounded. A block has four layers with three products each; with tp and bias, two are in float8."""
     launch(2, on_two_ranks, tmp_path, tmp_path)
-    one, exact = figures(), figures("--fp8=False")
+    one, with_bias, exact = figures(), figures("--bias=True"), figures("--fp8=False")
     assert one[2] == 2 * 2 * 4 * 3 and exact[2] == 0 and abs(one[1] / exact[1] - 1) > 1e-5
     for rank in range(2):
         for name, (loss, norm, products) in torch.load(tmp_path / f"{rank}.pt").items():
-            assert products >= 24 and loss == pytest.approx(one[0], abs=1e-3), name
-            assert norm == pytest.approx(one[1], rel=0.01), name
+            expected = with_bias if name == "bias" else one
+            assert products >= 24 and loss == pytest.approx(expected[0], abs=1e-3), name
+            assert norm == pytest.approx(expected[1], rel=0.01), name
+            assert products == 24 or name != "bias"
 
 
 def test_compiled_and_recomputed_blocks():
@@ -215,20 +230,34 @@ def test_a_gpu_without_float8_is_refused(monkeypatch):
         fp8.check(config("--dtype=float32"), (16, 0), torch.device("cpu"))
 
 
+def test_what_is_left_in_bfloat16(monkeypatch):
+    """Sizes that are no multiples of 16; layers that gain nothing; micro-batches of 15 tokens."""
+    model, x = small(n_embd=48, mlp_ratio=0.5), torch.zeros(1, 15, dtype=torch.int64)
+    assert {name.rpartition(".")[2] for name in fp8.layers(model)} == {"qkv", "out"}
+    with Calls() as calls:
+        expected = model(x)
+        assert fp8.apply(model) == 4
+        assert torch.equal(model(x), expected) and not calls.found
+        model(torch.zeros(1, 16, dtype=torch.int64))
+    assert len(calls.found) == 4
+    monkeypatch.undo()
+    for n_embd, kinds in ((768, ""), (1024, ""), (1040, "qkv out up down"), (512, "up down")):
+        flags = {"n_embd": n_embd, "mlp_ratio": 10.0 if n_embd == 512 else 4.0}
+        with torch.device("meta"):
+            found = fp8.layers(Model(ModelConfig(n_layer=1, n_head=8, vocab_size=32, **flags)))
+        assert {name.rpartition(".")[2] for name in found} == set(kinds.split())
+
+
 def test_what_does_not_fit_is_refused():
-    """Another dtype, and sizes that are no multiples of 16."""
+    """Another dtype, numbers of tokens that are no multiples of 16, and a model without a layer that is changed."""
     fp8.check(config("--dtype=bfloat16"), (16, 0))
+    fp8.check(config("--dtype=bfloat16", "--batch_size=1"), (24, 32))
     for flags, length, words in (
         (["--dtype=float32"], 16, "fp8=True does not go with dtype=float32"),
-        (["--tp=2", "--bias=True"], 16, "fp8=True does not go with tp=2 and bias=True"),
         (["--batch_size=1"], 24, "a multiple of 16 tokens .* batch_size=1 makes 24"),
         (["--batch_size=1", "--cp=2"], 16, "a multiple of 16 tokens .* batch_size=1 makes 8"),
     ):
         with pytest.raises(ValueError, match=words):
             fp8.check(config("--dtype=bfloat16", *flags), (length, 0))
-    for flags, words in (
-        ({"n_embd": 40}, "attn.out has 40 inputs and 40 outputs"),
-        ({"n_embd": 48, "mlp_ratio": 0.5}, "mlp.up has 48 inputs and 24 outputs"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            fp8.apply(small(**flags))
+    with pytest.raises(ValueError, match="fp8=True changes no layer: .* leave fp8 out"):
+        fp8.apply(small(n_embd=40))
