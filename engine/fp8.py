@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.errors import require
+from engine.device import device_name
 from model import Linear
 from ops import matmul_dtype
 
@@ -50,11 +51,8 @@ def able(device: torch.device) -> bool:
 def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
     if device and not able(device):
-        name = device.type
-        if name == "cuda":
-            name = torch.cuda.get_device_name(device)
-        fact = f"fp8=True needs an NVIDIA GPU of compute capability 8.9 or later, and the device is {name}"
-        raise ValueError(f"{fact}; leave fp8 out")
+        fact = "fp8=True needs an NVIDIA GPU of compute capability 8.9 or later"
+        raise ValueError(f"{fact}, and the device is {device_name(device)}; leave fp8 out")
     wrong = f"fp8=True does not go with dtype={cfg.dtype}; set dtype=bfloat16, or leave fp8 out"
     require(cfg.dtype in ("auto", "bfloat16"), wrong)
     tokens = [cfg.batch_size * length // cfg.cp for length in lengths if length]
@@ -65,8 +63,7 @@ def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
 def apply(model: nn.Module) -> int:
     """Make `layers` multiply in float8, in place, and return their number. ValueError if there are none."""
     changed = layers(model)
-    fact = f"fp8=True changes no layer: none has sizes that are multiples of {UNIT} and large enough to gain"
-    require(changed, f"{fact} (engine/fp8.py) on a rank; leave fp8 out")
+    require(changed, "fp8=True changes no layer: none has sizes on a rank that gain (engine/fp8.py); leave fp8 out")
     for layer in changed.values():
         layer.forward = partial(linear, layer)
     return len(changed)
@@ -90,32 +87,27 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        x_scale = scale_of(x, DTYPE)
-        scale = scale_of(weight, DTYPE)
-        x8 = rounded(x, x_scale, DTYPE)
+        x8, x_scale = rounded(x)
+        w8, scale = rounded(weight)
         ctx.save_for_backward(x8, x_scale, weight, scale)
-        w8 = rounded(weight, scale, DTYPE)
         return torch._scaled_mm(x8, w8.t(), x_scale, scale, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x8, x_scale, weight, scale = ctx.saved_tensors
-        g_scale = scale_of(grad, GRADIENT)
-        g8 = rounded(grad, g_scale, GRADIENT)
-        columns = rounded(weight.t(), scale, DTYPE)  # the second factor of a product is stored by columns
+        g8, g_scale = rounded(grad, GRADIENT)
+        columns, _ = rounded(weight.t(), DTYPE, scale)  # the second factor of a product is stored by columns
         dx = torch._scaled_mm(g8, columns.t(), g_scale, scale, out_dtype=grad.dtype)
         g8 = g8.t().contiguous()  # for a sum over the tokens
         dw = torch._scaled_mm(g8, x8.t().contiguous().t(), g_scale, x_scale, out_dtype=grad.dtype)
         return dx, dw.to(weight.dtype)
 
 
-def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The number () by which x is divided, so that its largest becomes that of the dtype."""
-    tiny = torch.finfo(torch.float32).tiny
-    return (x.abs().amax().float() / torch.finfo(dtype).max).clamp(min=tiny)
-
-
-def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale in float8, row by row in memory."""
-    return (x.float() / scale).to(dtype).contiguous()
+def rounded(x: Tensor, dtype: torch.dtype = DTYPE, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x / scale in float8, row by row in memory, and the scale (), by default that which makes the largest the dtype's
+    largest."""
+    if scale is None:
+        scale = x.abs().amax().float() / torch.finfo(dtype).max
+        scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return (x.float() / scale).to(dtype).contiguous(), scale

@@ -32,17 +32,18 @@ def test_the_best_size_of_all_depths():
     cfg = config(n_layer=2, block_size=64, vocab_size=256, bias=True)
     sized = cache(lambda n: budget.size(cfg, (64, 0), n))
     for flops, (A, a, B, b) in product((1e13, 1e16, 3e18), budget.FITS.values()):
-        found, losses = budget.best((A, a, B, b), flops, 2, sized), {}
-        for n in range(2, 3 * found.n_layer):
+        n_layer, losses = budget.best((A, a, B, b), flops, 2, sized), {}
+        shape, read, per_token = sized(n_layer)
+        for n in range(2, 3 * n_layer):
             C = 32 * n
             parameters = 12 * n * C**2 + 13 * n * C + (256 + 64 + 2) * C
             of_token = 6 * (12 * n * C**2 + 256 * C) + 12 * n * C * 64
-            assert n != found.n_layer or (C, parameters, of_token) == found[1:]
+            assert n != n_layer or (C, parameters, of_token) == (shape.n_embd, read, per_token)
             losses[n] = A / parameters**a + B / (flops / of_token) ** b
         least = min(losses, key=losses.get)
-        assert abs(found.n_layer - least) <= least // 16
-        expected = best_parameters((A, a, B, b), flops, found.flops / found.parameters)
-        assert abs(math.log(found.parameters / expected)) < 3 / found.n_layer + 0.05
+        assert abs(n_layer - least) <= least // 16
+        expected = best_parameters((A, a, B, b), flops, per_token / read)
+        assert abs(math.log(read / expected)) < 3 / n_layer + 0.05
 
 
 @pytest.mark.parametrize(
@@ -57,13 +58,10 @@ def test_the_best_size_of_all_depths():
     ],
     ids=str,
 )
-def test_sizes_are_in_proportion(flags, n_layer, expected, monkeypatch):
+def test_sizes_are_in_proportion(flags, n_layer, expected):
     """Parts and groups of heads stay whole."""
-    shapes, skeleton = [], budget.skeleton
-    monkeypatch.setattr(budget, "skeleton", lambda cfg: shapes.append(cfg) or skeleton(cfg))
     cfg = config(**flags)
-    budget.size(cfg, (32, 0), n_layer)
-    [shape] = shapes
+    shape, _, _ = budget.size(cfg, (32, 0), n_layer)
     assert (shape.n_layer, shape.n_embd, shape.n_head, shape.n_kv_head) == (n_layer, *expected)
     assert shape.head_size == cfg.head_size
 
@@ -87,8 +85,8 @@ def test_the_report():
         expected = [1e13, tokens / 1e9, tokens / parameters, math.ceil(tokens / 1024)]
         assert numbers(head) == pytest.approx(expected, rel=1e-3) and len(head) <= 120
         for line, (source, fit) in zip(lines, budget.FITS.items(), strict=True):
-            size = budget.best(fit, 1e13, 2, sized)
-            shown = [size.n_layer, size.n_embd, size.parameters, 1e13 / size.flops / 1e9]
+            shape, read, of_token = sized(budget.best(fit, 1e13, 2, sized))
+            shown = [shape.n_layer, shape.n_embd, read, 1e13 / of_token / 1e9]
             assert source in line and numbers(line)[-4:] == pytest.approx(shown, rel=1e-3)
     of_experts = numbers(report(n_expert=8, target_ratio=10)[0])
     assert of_experts[1] == pytest.approx(1e-8 * (parameters + 4 * 8 * 64), rel=1e-3)  # and routers
