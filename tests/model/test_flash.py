@@ -3,6 +3,7 @@ their description and nothing of ops.py. Their schemas, shapes and formulas of g
 
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,10 @@ from models import assert_same, beside, build, documents, leaves, naive_attentio
 
 import ops
 from data.loader import document_starts
+from engine.flash import CLOSE, results
 from engine.parallel.context import mask_of_piece
 from engine.parallel.recomputation import recompute
-from model import Inputs
+from model import Inputs, ModelConfig
 from ops import Mask, attention
 
 aten = torch.ops.aten
@@ -256,3 +258,25 @@ def test_pieces_of_a_text_with_documents(flash, window):
         y = ops.attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], 8, piece)
         torch.testing.assert_close(y, expected[:, :, begin:end])
     assert len(flash.calls) == 6
+
+
+def in_strips(q, k, v, mask, scale, dropout):
+    """ops.flash_attention in float32, and the documents of two texts of 256 tokens, of which the first has two."""
+    if mask.docs:
+        numbers = torch.zeros(2, 256, dtype=torch.int64)
+        numbers[0, 100:] = 1
+        mask = mask._replace(docs=(numbers[:, 128:], numbers))
+    sdpa = partial(ops.fused_attention, scale=scale)
+    return ops.strip_attention(sdpa, q.float(), k.float(), v.float(), tuple(mask), 0, 128)
+
+
+def test_what_newer_kernels_are_tried_on(flash, monkeypatch):
+    """Each kind of call of the operators, with empty documents; the results are those of strips in float32."""
+    cfg = ModelConfig(n_head=4, n_embd=32, attention="gqa", n_kv_head=2)
+    found = results(cfg, torch.device("cpu"))
+    assert flash.calls == [(False, True, -1, 0), (False, True, 63, 0), (False, False, 63, 63), (True, True, -1, 0)]
+    monkeypatch.setattr(ops, "flash_attention", in_strips)
+    expected = results(cfg, torch.device("cpu"))
+    assert len(found) == 4 * 4
+    for x, y in zip(found, expected, strict=True):
+        assert 0 < y.norm() and (x - y).norm() < CLOSE * y.norm()
