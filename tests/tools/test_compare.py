@@ -3,16 +3,16 @@ that only writes metrics, and once with the real one."""
 
 import json
 import math
+import os
 import shlex
 import signal
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, gone, losses, metrics, refused, until
+from ranks import start
+from test_imports import MODULE, imports
 
 from configurator import parse
 from tools.compare import table as compare_table
@@ -88,48 +88,30 @@ def fake(tmp_path, tiny_data, monkeypatch):
 # ---- options
 
 
-@pytest.mark.parametrize(
-    "flags,words",
-    [
+def test_wrong_options(fake, monkeypatch, capfd):
+    monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
+    for flags, words in (
         (["--seeds=2"], ["--run", "config/train_pycode.py"]),
         (["--run=", "--seeds=21"], ["seeds=21", "must be <=20"]),
         (["--run=", "--sweep=learning_rate=1e-3,1e-3"], ["two or more"]),
         (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),
         (["--run=--seed=2"], ["--run=--seed=2", "tools.compare sets"]),
+        (["--run=x.py", "--common=--seed=3"], ["--run=x.py --common=--seed=3: tools.compare sets --seed; "]),
         (["--run='"], ["--run='", "quotation"]),
         (["--run=--batch_ramp=8:9"], ["batch_ramp=8:9", "leave it out"]),
         (["--run=", "--run=--max_iters=4"], ["--run=--max_iters=4", "tokens are to be equal, which needs max_iters=3"]),
         (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["parameters are", "leave n_embd out"]),
-    ],
-    ids=lambda flags: " ".join(flags)[:40],
-)
-def test_wrong_options(flags, words, fake, monkeypatch, capfd):
-    monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
-    error = refused(main, fake.line(*flags, runs=()), capfd)
-    assert all(word in error for word in words), error
+    ):
+        error = refused(main, fake.line(*flags, runs=()), capfd)
+        assert all(word in error for word in words), error
     assert not fake.out.exists()
-
-
-def test_a_flag_of_all_runs_is_told_as_one():
-    options = compare.CompareConfig(common="--seed=3")
-    with pytest.raises(ValueError, match="^--run=config/x.py --common=--seed=3: tools.compare sets --seed; "):
-        compare.Run(1, "config/x.py", "", options)
-
-
-@pytest.mark.parametrize("content", ["{", "[3]", None], ids=str)
-def test_a_damaged_table_is_told(content, fake, capfd):
     fake.out.mkdir()
-    file = fake.out / "compare.json"
-    if content is None:
-        with open(file, "wb") as f:
-            f.truncate(40 * 2**30)
-    else:
-        file.write_text(content)
-    assert f"{file} is damaged (" in refused(main, fake.line(), capfd)
-
-
-def test_torchrun_is_refused(fake, monkeypatch, capfd):
+    for content in ("{", "[3]"):
+        (fake.out / "compare.json").write_text(content)
+        assert f"{fake.out / 'compare.json'} is damaged (" in refused(main, fake.line(), capfd)
+    os.truncate(fake.out / "compare.json", 40 * 2**30)
+    assert "compare.json is damaged (" in refused(main, fake.line(), capfd)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "WORLD_SIZE is set; start tools.compare without" in refused(main, fake.line(), capfd)
 
@@ -202,20 +184,21 @@ def test_ctrl_c_lets_trainings_save(fake, capfd):
     assert fake.calls() == ["run1-seed1", "run1-seed1*", "run2-seed1", "run1-seed2", "run2-seed2"]
 
 
+def compared(folder: Path, argv: list[str]):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    compare.ROOT = folder
+    main(argv)
+
+
 def test_a_killed_comparison_goes_on(fake, capfd):
     (fake.folder / "slow").write_text("run2-seed1")
-    start = "import pathlib; from tools.compare import __main__, trainings; "
-    start += f"trainings.ROOT = pathlib.Path({str(fake.folder)!r}); __main__.main()"
-    flags = ["--run=", "--run=--block=parallel", fake.common, f"--out={fake.out}"]
     calls = fake.folder / "calls"
-    process = subprocess.Popen([sys.executable, "-c", start, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 600
-    while not (calls.exists() and calls.read_text().count("\n") == 2):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+    [process] = start(compared, [(fake.folder, fake.line())])
+    until(lambda: (calls.exists() and calls.read_text().count("\n") == 2) or not process.is_alive())
+    assert process.is_alive()
     assert "process" in refused(main, fake.line(), capfd)  # another process compares in this folder
     process.kill()
-    process.wait()
+    process.join()
     pid = json.loads(calls.read_text().splitlines()[1])[2]
     until(lambda: gone(pid))  # the training does not outlive tools.compare
     (fake.folder / "slow").unlink()
@@ -292,15 +275,13 @@ def test_other_code_is_refused(fake, tmp_path, monkeypatch, capfd):
 
 
 def test_the_code_is_all_that_train_py_can_import():
-    """The hash covers what `import train` loads, and all of engine/ and its packages, which it may load later."""
-    loaded = "import sys, train; print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"
-    files = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    ours = {path for path in map(Path, files.split()) if path.is_relative_to(ROOT)}
-    ours = {path for path in ours if path.relative_to(ROOT).parts[0] not in (".venv", "tests")}
-    named = "model.py ops.py configurator.py data/loader.py engine/step.py engine/parallel/sharded.py"
-    assert {ROOT / name for name in [*named.split(), "engine/checkpoint/contents.py"]} <= ours
-    ours |= {*ROOT.glob("engine/**/*.py"), ROOT / "train.py"}
-    assert len(ours) > 50 and ours <= set(compare.CODE)
+    """The hash covers what train.py imports, directly or not, and all of engine/ and its packages."""
+    ours, new = set(), {"train"}
+    while new:
+        ours |= new
+        new = {each for name in new for each in imports(name) & MODULE.keys()} - ours
+    assert {"model", "ops", "data.loader", "engine.parallel.sharded", "engine.checkpoint.contents"} <= ours
+    assert {MODULE[name] for name in ours} | {*ROOT.glob("engine/**/*.py")} <= set(compare.CODE)
 
 
 # ---- --match
@@ -418,17 +399,12 @@ def test_quantiles_of_students_t():
 
 
 def test_a_real_training(tiny_data, tmp_path, run):
-    """It equals a run that is started by hand, and it is resumed if it has lost its last evaluation."""
+    """It equals a run that is started by hand."""
     flags = [*FLAGS, "--learning_rate=1e-2", f"--dataset={tiny_data}"]
-    argv = [f"--run={shlex.join(flags)}", f"--out={tmp_path / 'compared'}"]
-    main(argv)
+    main([f"--run={shlex.join(flags)}", f"--out={tmp_path / 'compared'}"])
     (row,) = json.loads((tmp_path / "compared" / "compare.json").read_text())["runs"]
     found = row["seeds"]["1"]
     alone = run(*flags, "--seed=1", "--eval_interval=0", "--eval_iters=0")
     last = metrics(alone)[-1]
     assert (found["loss"], found["bits_per_byte"]) == (last["val_loss"], last["val_bpb"])
-    folder = tmp_path / "compared" / "run1-seed1"
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
-    main(argv)
-    assert losses(folder) == losses(alone) and "init_from = 'resume'" in (folder / "config.py").read_text()
+    assert losses(tmp_path / "compared" / "run1-seed1") == losses(alone)
