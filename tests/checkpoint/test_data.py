@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import edit_state, metrics, state_of
+from preparing import write_set
 
 from data.dataset import TokenStream
 from data.loader import Loader, order
 from data.objective import Causal
-from data.tokenizer import ByteTokenizer
-from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
 
 SHORT = ["--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=40"]
@@ -64,28 +63,21 @@ def test_a_resume_with_other_weights_of_the_mixture(run, tiny_data, more_data, c
     assert (data["since"], data["read"], data["weights"]) == (64, [68, 44], [3, 1])
 
 
-def prepare(folder, seed):
-    """A data set of other tokens in the same place."""
-    with ShardWriter(folder, ByteTokenizer()) as out:
-        for split in ("train", "val"):
-            out.add(split, np.random.default_rng(seed).integers(0, 256, 400))
-
-
 def test_a_resume_on_data_that_were_prepared_again(run, tmp_path, capsys):
     """They begin, and no loss on the old ones decides what is kept: after them, no loss would be the best one."""
     flags = [f"--dataset={tmp_path / 'data'}", *SHORT, "--always_save_checkpoint=False", "--keep_last=1"]
-    prepare(tmp_path / "data", 0)
+    first, second = np.random.default_rng(0).integers(0, 256, (2, 400))
+    write_set(tmp_path / "data", first, first)
     folder = run(*flags, "--max_iters=4")
     edit_state(folder, best_val_loss=0.5)
     shutil.rmtree(tmp_path / "data")
-    prepare(tmp_path / "data", 1)
+    write_set(tmp_path / "data", second, second)
     run(*flags, "--max_iters=12", "--init_from=resume")
     said = capsys.readouterr().out
     assert "data train, of which 0 samples are read" in said
     assert "the best loss begins anew, as the validation data may have changed" in said
-    evaluations = {
-        row["step"]: row["val_loss"] for row in metrics(folder) if row["kind"] == "eval" and row["step"] >= 4
-    }
+    rows = [row for row in metrics(folder) if row["kind"] == "eval" and row["step"] >= 4]
+    evaluations = {row["step"]: row["val_loss"] for row in rows}
     best = min(evaluations, key=evaluations.get)
     assert (folder / "best").read_text() == f"step_{best:08d}\n" and checkpoint.find(folder).name == "step_00000012"
     assert state_of(folder)["best_val_loss"] == min(evaluations.values())

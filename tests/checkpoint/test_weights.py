@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from helpers import IN_FLOAT64, TINY, distance, edit_state, losses, metrics, refused, state_of, weights_in
+from preparing import write_text
 from ranks import launch, train_runs
 from safetensors.torch import load_file
 
@@ -13,7 +14,6 @@ import sample
 import train
 from configurator import Config, read_flags, resolve
 from data.tokenizer import CharTokenizer
-from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.interchange.huggingface import export
@@ -104,11 +104,10 @@ def weights_of(where: str, cfg: Config) -> dict[str, torch.Tensor]:
 
 
 FREE = [
-    ["--dropout=0.3"], ["--window=5"], ["--window=5", "--window_pattern=SL"], ["--rope_theta=500"], ["--block_size=40"],
-    ["--attn_softcap=20"], ["--logit_softcap=30", "--loss_chunk=7"], ["--pos=none"], ["--pos=alibi"],
-    ["--rope_scaling=llama3:8:1:4:16", "--block_size=128"], ["--pos_pattern=GLN"],
-    ["--norm_eps=1e-6", "--embed_scale=4"], ["--norm=rmsnorm"],
-    ["--doc_mask=True"], ["--mlp=geglu"], ["--fp32_residual=False", "--dtype=bfloat16"],
+    ["--dropout=0.3", "--window=5", "--window_pattern=SL", "--rope_theta=500", "--block_size=40", "--doc_mask=True"],
+    ["--attn_softcap=20", "--logit_softcap=30", "--loss_chunk=7", "--pos=none", "--norm_eps=1e-6", "--embed_scale=4"],
+    ["--pos=alibi", "--window=5", "--norm=rmsnorm"], ["--pos_pattern=GLN", "--fp32_residual=False", "--dtype=bfloat16"],
+    ["--rope_scaling=llama3:8:1:4:16", "--block_size=128", "--mlp=geglu"],
 ]  # fmt: skip
 
 
@@ -163,14 +162,13 @@ def test_in_every_layout(run, many):
 
 def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     text = "".join(chr(1000 + i) for i in range(257)) * 2
-    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as out:
-        for split in ("train", "val"):
-            out.add(split, CharTokenizer(text).encode(text))
+    write_text(tmp_path / "chars", CharTokenizer(text), text)
     new = [f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     start = [*new, f"--init_from=checkpoint:{source}"]
     export(str(source), str(tmp_path / "exported"), remote_code=True)
-    for other in (start[-1], f"--init_from=hf:{tmp_path / 'exported'}"):
-        line = refused(train.main, [*new, other, f"--dataset={tmp_path / 'chars'}"], capsys)
+    resumed = ["--init_from=resume", f"--out_dir={source}"]
+    for other in ([start[-1]], [f"--init_from=hf:{tmp_path / 'exported'}"], resumed):
+        line = refused(train.main, [*new, *other, f"--dataset={tmp_path / 'chars'}"], capsys)
         assert "another tokenizer" in line and not (tmp_path / "new" / "latest").exists()
     assert "already holds a run" in refused(train.main, [*start, f"--out_dir={source}"], capsys)
     assert "vocab_size=257 has no room" in refused(train.main, [*start, "--objective=masked"], capsys)

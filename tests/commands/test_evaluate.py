@@ -5,18 +5,17 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY, metrics, refused
+from preparing import tokens_of, write_set, write_text
 from ranks import launch, train_runs
 from test_nanogpt import nanogpt_state, write
 
 import evaluate
 import sample
-from data.tokenizer import ByteTokenizer, CharTokenizer
-from data.writer import ShardWriter
+from data.tokenizer import CharTokenizer
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model, ModelConfig
 
@@ -51,17 +50,6 @@ def figures(capsys):
 
 def model_of(where: Path) -> Model:
     return sample.load(sample.SampleConfig(out_dir=str(where)), torch.device("cpu"))[1].double()
-
-
-def write_data(folder: Path, tokenizer, ids: np.ndarray):
-    with ShardWriter(folder, tokenizer) as out:
-        for split in ("train", "val"):
-            out.add(split, ids)
-
-
-def tokens_of(folder: Path, split: str) -> torch.Tensor:
-    arrays = [np.fromfile(path, "<u2")[512:] for path in sorted(folder.glob(f"{split}_*.bin"))]
-    return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
 @torch.no_grad()
@@ -105,7 +93,7 @@ def test_a_data_set_has_the_loss_of_eval_only(run, figures, capsys):
 @pytest.mark.parametrize("split", ["val", "train"])
 def test_a_data_set_equals_a_loop_in_float64(tiny_data, figures, runs, split):
     out = runs / "plain"
-    nats, targets = total_nats(model_of(out), tokens_of(tiny_data, split), rest=False)
+    nats, targets = total_nats(model_of(out), torch.tensor(tokens_of(tiny_data, split)), rest=False)
     n_bytes = sum(t != 256 for t in targets)
     found = figures(f"--out_dir={out}", f"--split={split}", "--batch_size=5")
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
@@ -182,7 +170,7 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     file, text = tmp_path / "ckpt.pt", tmp_path / "text.txt"
     model = nanogpt_file(file, dataset="mine")
     where = f"--out_dir=nanogpt:{file}"
-    nats, targets = total_nats(model, tokens_of(tiny_data, "val"), rest=False)
+    nats, targets = total_nats(model, torch.tensor(tokens_of(tiny_data, "val")), rest=False)
     found = figures(where, f"--dataset={tiny_data}")
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6) and found["model"] == str(file)
     text.write_text("the cat sat on a mat.")
@@ -195,7 +183,7 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     assert figures(where, f"--file={text}")["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     sample.main([where, "--device=cpu", "--max_new_tokens=3", "--start=the"])
     assert capsys.readouterr().out.startswith("the")
-    write_data(tmp_path / "chars", CharTokenizer("abc"), np.arange(3))
+    write_text(tmp_path / "chars", CharTokenizer("abc"), "abc")
     nanogpt_file(file, dataset="chars")
     assert "data/chars has none of 257 ids" in refused(evaluate.main, ["--device=cpu", where, f"--file={text}"], capsys)
     nanogpt_file(file, dataset="../mine")
@@ -291,8 +279,8 @@ def files(tmp_path_factory) -> Path:
         (folder / f"{name}.txt").write_bytes(content)
     for name, chars in {"chars": 20, "large": 300}.items():
         text = "".join(chr(1000 + i) for i in range(chars)) * 2
-        write_data(folder / name, CharTokenizer(text), CharTokenizer(text).encode(text))
-    write_data(folder / "bytes", ByteTokenizer(), np.arange(100))
+        write_text(folder / name, CharTokenizer(text), text)
+    write_set(folder / "bytes")
     (folder / "bytes" / "meta.json").write_text('{"vocab_size": 257}')
     return folder
 

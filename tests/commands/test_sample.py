@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY, refused
+from preparing import write_text
 from ranks import begin, launch, train_runs
 
 import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from data.writer import ShardWriter
 from engine.decode import generate
-from engine.text import Sample
 from model import Model, ModelConfig
 from sample import SampleConfig, choose
 
@@ -169,7 +168,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(say, monkeypatch, name, prompt
     flags = [f"--start={prompt}", "--num_samples=2"]
     if name != "masked":
         flags.append("--max_new_tokens=15")
-    for drawn in (["--temperature=100", "--top_k=310"], ["--temperature=0"], ["--top_p=0.9"]):
+    for drawn in (["--temperature=100", "--top_k=310"], ["--temperature=0"]):
         texts = []
         for more in (0.0, 1e4):
             monkeypatch.setattr(Model, "logits", lambda self, x, y=more * padding: logits(self, x) + y)
@@ -226,6 +225,9 @@ def test_pieces_join_to_the_text_and_hold_back():
     assert out[1:3] == ["", "ñ"] and out[3] == ""
     s = sample.Sample(stop="END")
     assert s.add(b"x EN", last=False) == "x " and s.add(b"\xe2\x82", last=True) == "EN\ufffd"
+    s = sample.Sample(stop="\n\nx")  # the longest beginning waits
+    assert [s.add(piece, last=False) for piece in (b"a\n\n", b"y\n", b"\nx")] == ["a", "\n\ny", ""]
+    assert s.ended and s.text == "a\n\ny"
 
 
 def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys):
@@ -250,13 +252,6 @@ def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys)
     sample.main(flags)
     assert sys.stdout.getvalue() == piped
     assert len(lengths) > 30 and "tokens per second" in capsys.readouterr().err
-
-
-def test_what_may_begin_a_stop_waits():
-    sample = Sample("\n\nx")
-    assert sample.add(b"a\n\n", last=False) == "a"
-    assert sample.add(b"y\n", last=False) == "\n\ny"
-    assert sample.add(b"\nx", last=False) == "" and sample.ended and sample.text == "a\n\ny"
 
 
 def test_a_sample_that_ends_within_a_character(capsys):
@@ -310,9 +305,7 @@ def test_scores_equal_log_softmax_of_the_logits(say, runs, tmp_path, name):
 def test_scores_of_tokens_of_several_bytes(run, say, tmp_path, capfd):
     """`byte` counts the bytes before a token, and the mean of the log-probabilities is evaluate.py's loss."""
     text = "añ€ñ€a" * 2
-    with ShardWriter(tmp_path / "chars", CharTokenizer(text)) as writer:
-        for split in ("train", "val"):
-            writer.add(split, CharTokenizer(text).encode(text * 20))
+    write_text(tmp_path / "chars", CharTokenizer(text), text * 20)
     out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'chars'}")
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=out).splitlines()]

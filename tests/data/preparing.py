@@ -45,12 +45,18 @@ def prepare(flags: argparse.Namespace, files: list[str], documents: str = "file"
     corpus.prepare(flags, files)
 
 
-def write_set(folder, train=range(200), val=range(100, 150), **options) -> Path:
-    """Two splits of these bytes, each of one document."""
-    with ShardWriter(folder, ByteTokenizer(), **options) as out:
+def write_set(folder, train=range(200), val=range(100, 150), tokenizer=None, **options) -> Path:
+    """Two splits of these ids, which are bytes without a tokenizer, each of one document."""
+    with ShardWriter(folder, tokenizer or ByteTokenizer(), **options) as out:
         out.add("train", np.array(train))
         out.add("val", np.array(val))
     return Path(folder)
+
+
+def write_text(folder, tokenizer, text: str) -> Path:
+    """Two splits of this text."""
+    ids = tokenizer.encode(text)
+    return write_set(folder, ids, ids, tokenizer)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -268,7 +268,7 @@ def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps
         objective = corrupting(name)
         share = batch_size * micro_steps
         start = step * share * data_size
-        whole = take_rows(Loader(stream, objective, 1, seed=7), start + 2 * share * data_size)
+        whole = take_rows(Loader(stream, objective, share * data_size, seed=7), step + 2)
         options, found = (batch_size, micro_steps), [[], []]  # of two steps
         for rank in range(data_size):
             mine = take_rows(Loader(stream, objective, *options, rank, data_size, 7, start=start), 2 * micro_steps)

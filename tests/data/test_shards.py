@@ -302,14 +302,6 @@ def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
     assert open_data("pycode").split("train").name == "data/pycode train"
 
 
-def test_vocabulary_flag(tmp_path):
-    folder = write_set(tmp_path)
-    data = open_data(folder)
-    assert (data.vocab_size, data.eot, data.tokenizer.spec) == (257, 256, {"kind": "byte"})
-    assert open_data(folder, vocab_size=320).vocab_size == 320
-    assert "has a vocabulary of 257, more than vocab_size=256" in error(open_data, folder, vocab_size=256)
-
-
 def test_a_preparation_replaces_the_one_before_as_a_whole(tmp_path):
     """Until it ends, the old data stay; then its shards are gone, and the files of others and open streams are not."""
     with ShardWriter(tmp_path, ByteTokenizer(), shard_tokens=50) as out:

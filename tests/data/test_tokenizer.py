@@ -15,13 +15,12 @@ import tiktoken
 from helpers import ROOT, metrics
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preparing import gpt2_of_other_merges
+from preparing import gpt2_of_other_merges, write_text
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data.base_tokenizer import LETTERS
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
-from data.writer import ShardWriter
 
 ANY_CHARACTER = st.characters() | st.characters(categories=["Cs"])  # lone surrogates too
 
@@ -88,9 +87,7 @@ def offline(*_):
 def test_a_run_needs_no_table_of_gpt2(small_gpt2, run, tmp_path, monkeypatch, capsys):
     """Data of older versions have none. Then a run has no bits per byte and no text of the model, and says so."""
     tokenizer = build("gpt2", list)
-    with ShardWriter(tmp_path / "data", tokenizer) as out:
-        for split in ("train", "val"):
-            out.add(split, tokenizer.encode(MIXED * 9))
+    write_text(tmp_path / "data", tokenizer, MIXED * 9)
     monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
     flags = [f"--dataset={tmp_path / 'data'}", "--max_iters=2", "--eval_interval=1", "--warmup_iters=0"]
     assert metrics(run(*flags, out="with"))[-1]["val_bpb"] > 0 and (tmp_path / "with" / "vocab.bpe").exists()

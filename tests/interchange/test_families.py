@@ -10,10 +10,10 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import IN_FLOAT64, distance, in_both, losses, metrics, refused, weights_in
+from preparing import tokens_of
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer, HFTokenizer, from_spec, train_bpe
@@ -382,9 +382,7 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
     reference, folder = small
     flags = [*STEPS, f"--init_from=hf:{folder}"]
     alone, wide = run(*flags), losses(run(*flags, IN_FLOAT64, out="wide"))
-    ids = [np.fromfile(path, "<u2")[512:] for path in sorted(tiny_data.glob("val_*.bin"))]
-    rows = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-    rows = torch.stack([rows[16 * i : 16 * i + 17] for i in range((len(rows) - 1) // 16)])
+    rows = torch.tensor(tokens_of(tiny_data, "val")).unfold(0, 17, 16)
     with torch.no_grad():
         logits = reference(rows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()

@@ -125,14 +125,14 @@ class Folder:
         return True
 
 
-QUARTERS = [pytest.param(name, 4, id=name) for name in NAMES]
+EIGHTHS = [pytest.param(name, 8, id=name) for name in NAMES]
 ALL = [pytest.param(name, 1, id=f"{name}, all", marks=pytest.mark.slow) for name in NAMES]
 
 
-@pytest.mark.parametrize("name, step", QUARTERS + ALL)
+@pytest.mark.parametrize("name, step", EIGHTHS + ALL)
 def test_each_key_counts_as_in_transformers(hf, tmp_path, name, step):  # noqa: F811
     """One edit of each key that transformers asks for, that the file holds, or that is another family's; edits of
-    several keys; all keys that are known as harmless at once. Of the edits of one key, a family makes a quarter, each
+    several keys; all keys that are known as harmless at once. Of the edits of one key, a family makes an eighth, each
     one another; make slow makes all of them."""
     folder = Folder(hf, name, tmp_path)
     names = (folder.asked | folder.config.keys() | {*MORE, *NEUTRAL}) - UNREAD

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY, metrics
+from preparing import tokens_of
 
 import train
 from data.loader import order  # which has its own tests
@@ -106,13 +107,10 @@ def test_training_starts_from_a_nanogpt_checkpoint(run, tiny_data, tmp_path):
     train.main([*flags, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", f"--init_from=nanogpt:{file}"])
     lines = metrics(tmp_path / "out")
 
-    tokens = {}
-    for split in ("train", "val"):
-        shards = [np.fromfile(path, "<u2")[512:] for path in sorted(tiny_data.glob(f"{split}_*.bin"))]
-        tokens[split] = np.concatenate(shards)
+    tokens = {split: torch.tensor(tokens_of(tiny_data, split)) for split in ("train", "val")}
 
     def loss(state, split, windows):
-        rows = torch.from_numpy(np.stack([tokens[split][16 * w : 16 * w + 17] for w in windows]).astype(np.int64))
+        rows = torch.stack([tokens[split][16 * w : 16 * w + 17] for w in windows])
         return F.cross_entropy(gpt2_logits(state, sizes, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
     state = {name: t.double().requires_grad_() for name, t in weights.items() if name != "lm_head.weight"}

@@ -210,22 +210,20 @@ def test_weights_by_hand(pos, qk_norm, attention, objective):
         assert torch.allclose(hidden, torch.exp(b @ x[t]), rtol=1e-10)
 
 
-def test_refuses_what_is_not_there():
-    there = {"layer": 0, "head": 0, "position": 0}
-    for flag, value in (("layer", 2), ("head", 4), ("position", T), ("position", -1)):
-        with pytest.raises(ValueError, match=rf"^{flag}={value} must be in 0 \.\. \d+$"):
-            read(build(), **there | {flag: value})
+EXPERTS = {"block": "superblock", "layer": "c,p;s,e", "n_slot": 5, "n_expert": 4}
 
 
-def test_refuses_flags_that_it_does_not_know():
-    for flags in ({"attn_gate": "head"}, {"attn_gate": "element"}, {"value_residual": True}):
-        with pytest.raises(ValueError, match="^layer=1 head=2 computes something else .* a flag of Attention"):
-            read(sharp(**flags), 1, 2, 6)
-
-
-def test_refuses_a_layer_without_attention_and_experts():
-    net = build(block="superblock", layer="c,p;s,e", n_slot=5, n_expert=4)
-    with pytest.raises(ValueError, match="^layer 1 has no attention to the context; .* reader: slots, experts$"):
-        read(net, 1, 0, 0)
-    with pytest.raises(ValueError, match="^reader=experts cannot be read in layer 1; it has slots$"):
-        read(net, 1, 0, 0, "experts")
+@pytest.mark.parametrize("flags, place, words", [
+    ({}, {"layer": 2}, r"layer=2 must be in 0 \.\. 1$"),
+    ({}, {"head": 4}, r"head=4 must be in 0 \.\. 3$"),
+    ({}, {"position": T}, rf"position={T} must be in 0 \.\. {T - 1}$"),
+    ({}, {"position": -1}, r"position=-1 must be in 0 \.\. \d+$"),
+    ({"attn_gate": "head"}, {"head": 2}, "layer=1 head=2 computes something else .* a flag of Attention"),
+    ({"attn_gate": "element"}, {}, "layer=1 head=0 computes something else .* a flag of Attention"),
+    ({"value_residual": True}, {}, "layer=1 head=0 computes something else .* a flag of Attention"),
+    (EXPERTS, {}, "layer 1 has no attention to the context; .* reader: slots, experts$"),
+    (EXPERTS, {"reader": "experts"}, "reader=experts cannot be read in layer 1; it has slots$"),
+], ids=str)  # fmt: skip
+def test_what_is_not_there_is_refused(flags, place, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        read(sharp(**flags), **{"layer": 1, "head": 0, "position": 6} | place)

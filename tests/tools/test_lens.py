@@ -1,7 +1,4 @@
-"""lens.py: a head with weights set by hand, whose numbers are computed here, units against the model without them, and
-the command on runs of two steps."""
-
-import math
+"""lens.py: units against contextual_mlp, which has tests of its own, and the model without them; and the command."""
 
 import pytest
 import torch
@@ -11,75 +8,13 @@ from test_contextual import sharp, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from tools import lens
 from tools.lens import read_units
 
-V, T = 6, 12  # of the model set by hand
-REPEATED = torch.tensor([3, 1, 4, 0, 5, 2] * 2)  # each token once, then all of them again
-
-
-@torch.no_grad()
-def by_hand(strength: float) -> M.Model:
-    """Two layers of one head. The stream holds the token, the position and what layer 0 writes: the token before.
-
-    Layer 0 gives the score `strength` to the token before the query and 0 to the others. Layer 1 gives it to tokens
-    that follow a token equal to the query's, as far as layer 0 has found it, and copies them to the logits.
-    """
-    C = V + T + V
-    net = M.Model(M.ModelConfig(
-        n_layer=2, n_head=1, n_embd=C, block_size=T, vocab_size=V, norm="none", norm_placement="none", tie_weights=False
-    )).double().eval()  # fmt: skip
-    for p in net.parameters():
-        p.zero_()
-    token, position, before = torch.eye(C, dtype=torch.float64).split((V, T, V))  # rows that read a part of the stream
-    net.wte.weight[:], net.pos.wpe.weight[:] = token, position
-    net.head.weight[:] = token
-    first, second = (block.sums[0].attn for block in net.blocks)
-    scale = strength * math.sqrt(C)
-    q, k, v = first.qkv.weight.view(3, C, C).unbind()
-    q[: T - 1], k[: T - 1] = scale * position[1:], position[:-1]  # position t - 1 of a key matches t of the query
-    v[:V] = token
-    first.out.weight[:, :V] = before.T
-    q, k, v = second.qkv.weight.view(3, C, C).unbind()
-    q[:V], k[:V], v[:V] = scale * token, before, token
-    second.out.weight[:, :V] = token.T
-    return net
-
 
 def tokenizer_of(n: int) -> CharTokenizer:
     return CharTokenizer("abcdefghijklmnopqrstuvwxyz"[:n])
-
-
-def test_units_by_hand():
-    """Layer 1 of the model set by hand, at the second occurrence of token 4, which token 0 follows."""
-    strength, t = 3.0, 8
-    net, e = by_hand(strength), math.exp(strength)
-    units, n, total = read_units(net, tokenizer_of(V), REPEATED, layer=1, head=0, position=t)
-    assert n == len(units) == t + 1
-    share = torch.zeros(t + 1, V, dtype=torch.float64)
-    for i in range(t + 1):
-        for j in range(i + 1):
-            share[i, REPEATED[j]] += (e if j == i - 1 else 1) / (e + i if i else 1)
-    hidden = torch.exp(strength * share[:, REPEATED[t]])
-    assert [unit.name for unit in units] == [f"{i} '{'abcdef'[REPEATED[i]]}'" for i in range(t + 1)]
-    for unit, h, row in zip(units, hidden, share, strict=True):
-        assert unit.activation == pytest.approx(h.item(), rel=1e-9)
-        assert unit.share == pytest.approx((h / hidden.sum()).item(), rel=1e-9)
-        assert unit.incoming == pytest.approx(strength * row.norm().item(), rel=1e-9)  # b = strength * row, on tokens
-        assert unit.outgoing == pytest.approx(1 / hidden.sum().item(), rel=1e-9)  # a copies the token, over Z
-
-    # The head of the model reads from the stream the query's token and what the units write.
-    onehot = torch.eye(V, dtype=torch.float64)[REPEATED[: t + 1]]
-    z = onehot * (hidden / hidden.sum())[:, None]  # the logits that each unit adds
-    logits = onehot[t] + z.sum(0)
-    for unit, row, token in zip(units, z, REPEATED.tolist(), strict=False):
-        gain = logits.log_softmax(0) - (logits - row).log_softmax(0)
-        assert unit.promotes == [(f"'{'abcdef'[token]}'", pytest.approx(gain[token].item(), rel=1e-9))]
-    best = max(units, key=lambda unit: unit.share)
-    gain = logits.log_softmax(0) - onehot[t].log_softmax(0)
-    assert best.name == "3 'a'" and total[0] == ("'a'", pytest.approx(gain[0].item(), rel=1e-9))
 
 
 @pytest.mark.parametrize("kind, softmaxes", [("own", 2), ("joint", 1)])
@@ -88,14 +23,14 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
     net = build(block="superblock", layer=f"c.{kind}_slots", n_slot=3)
     with torch.no_grad():
         net.blocks[1].sums[0].attn.slot_k.mul_(30)
-    idx = torch.arange(6) % V
-    units, n, _ = read_units(net, tokenizer_of(V), idx, layer=1, head=0, position=5)
+    idx = torch.arange(6)
+    units, n, _ = read_units(net, tokenizer_of(6), idx, layer=1, head=0, position=5)
     slots, tokens = ([unit for unit in units if unit.name.startswith("slot") == is_slot] for is_slot in (True, False))
     assert (len(slots), len(tokens), n) == (3 * 2, 6, 12) or (len(slots), len(tokens)) == (len(units) - 6, 6)
     for part in [slots, tokens] if softmaxes == 2 else [units]:
         total = sum(unit.activation for unit in part)
         assert [unit.share for unit in part] == pytest.approx([unit.activation / total for unit in part], rel=1e-9)
-    few, _, _ = read_units(net, tokenizer_of(V), idx, layer=1, head=0, position=5, most=4)
+    few, _, _ = read_units(net, tokenizer_of(6), idx, layer=1, head=0, position=5, most=4)
     best = sorted(units, key=lambda unit: -unit.share)[:4]
     assert [unit.name for unit in few] == [unit.name for unit in units if unit in best]  # in the order of the text
 
@@ -109,7 +44,11 @@ def test_a_unit_promotes_what_the_stream_loses_without_it(norm, softcap):
     with net.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, 5])), torch.no_grad():
         net.hidden(idx[None])
     units, _, total = read_units(net, tokenizer_of(26), idx, 1, 2, 5)
-    _, outgoing, hidden = lens.contextual_mlp(net, idx, 1, 2, 5)
+    incoming, outgoing, hidden = lens.contextual_mlp(net, idx, 1, 2, 5)
+    assert [unit.name for unit in units] == [f"{i} '{letters[token]}'" for i, token in enumerate(idx[:6])]
+    assert [unit.activation for unit in units] == pytest.approx(hidden.tolist(), rel=1e-9)
+    for name, rows in (("incoming", incoming), ("outgoing", outgoing)):
+        assert [getattr(unit, name) for unit in units] == pytest.approx(rows.norm(dim=1).tolist(), rel=1e-9)
     vectors = hidden[:, None] * outgoing
     with torch.no_grad():
         for promotes, vector in zip([u.promotes for u in units] + [total], [*vectors, vectors.sum(0)], strict=True):
