@@ -40,6 +40,7 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, tmp_path, capsy
         for how in (["--init_from=resume"], TINY):
             line = refused(train.main, [*flags, *how], capsys)
             assert f"out_dir={folder} belongs to process {os.getpid()} on " in line
+            assert (folder / ".lock").exists()  # it is not the refused run's to remove
         with pytest.raises(SystemExit):
             train.main([*flags, "--init_from=resume", "--eval_only=True"])  # which writes nothing, and takes no lock
         assert "belongs" not in capsys.readouterr().err
@@ -77,6 +78,9 @@ def test_names_that_are_no_folders_and_what_is_made_for_the_lock(tmp_path, tiny_
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
         refused(sample.main, [f"--out_dir={where}"], capsys)
     assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
+    (tmp_path / "file").write_text("mine")
+    line = refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'file'}"], capsys)
+    assert f"{tmp_path / 'file'}: " in line and (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
@@ -165,14 +169,9 @@ def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path, monkey
     assert [path.read_text() for path in victim.iterdir()] == ["mine"]
 
 
-def test_a_target_is_refused_before_the_work_and_left_as_it_was(tmp_path, trained, capsys):
+def test_a_target_is_refused_before_the_work(trained, capsys):
     for target in ("/proc/answers", f"{trained}/best/answers"):
         assert f"error: {target}" in refused(evaluate.main, [f"--out_dir={trained}/no", f"--answers={target}"], capsys)
-    (tmp_path / "file").write_text("old")
-    with suppress(RuntimeError), new_file(tmp_path / "file") as file:
-        file.write(b"half")
-        raise RuntimeError
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl"])

@@ -20,7 +20,6 @@ from ranks import command, exit_codes, torchrun
 import sample
 import train
 from data import errors
-from engine.checkpoint.run import locked
 
 
 @pytest.fixture
@@ -130,17 +129,6 @@ def test_a_damaged_run(name, damage, trained, told, tmp_path, capsys, monkeypatc
         assert str(out) in line and not (tmp_path / "BOOM").exists()
 
 
-def test_a_folder_that_cannot_be_written(told, tmp_path):
-    """A file in its place, a folder where another process trains."""
-    (tmp_path / "file").write_text("mine")
-    assert f"{tmp_path / 'file'}: " in told(f"--out_dir={tmp_path / 'file'}")
-    assert (tmp_path / "file").read_text() == "mine"
-    with locked(str(tmp_path)):
-        assert f"process {os.getpid()} on " in told(f"--out_dir={tmp_path}")
-        assert (tmp_path / ".lock").exists()  # it is not the refused run's to remove
-    assert not (tmp_path / ".lock").exists()
-
-
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_ids_that_were_changed_after_the_preparation(split, told, tiny_data, tmp_path):
     """Found when a batch reads them, in training and in evaluation."""
@@ -210,8 +198,7 @@ def test_the_exit_code_of_a_command(trained):
 def test_a_full_disk_behind_stdout_is_one_line(trained, tmp_path):
     sample = ["sample.py", f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu"]
     full = [sample, ["train.py", "--help"]]  # whose help is longer than the buffer
-    unbuffered = [["evaluate.py", "--help"], ["data/text/prepare.py", "--help"]]
-    for program in full + unbuffered:
+    for program in (*full, ["evaluate.py", "--help"]):
         code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
         assert (code, len(err.splitlines())) == (2, 1), f"{program}: {err}"
         assert err.startswith("error: stdout: No space left on device; check"), err

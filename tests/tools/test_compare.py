@@ -141,7 +141,10 @@ def test_seeds_are_interleaved_and_the_table_is_right(fake, capfd):
     assert compare_table.figure([1.0, 1.1, 3.0], 3, statistics.median) == "1.100 (1.000 to 3.000)"
 
 
-def test_finished_trainings_are_not_repeated(fake, capfd):
+def test_finished_trainings_are_not_repeated(fake, tmp_path, monkeypatch, capfd):
+    code = tmp_path / "model.py"
+    code.write_text("a")
+    monkeypatch.setattr(compare, "CODE", [code])
     assert fake() == 0 and fake() == 0
     assert fake.calls() == ["run1-seed1", "run2-seed1"] and rows(fake)[1][7] == "+1.0000 (n = 1)"
     assert fake("--seeds=2") == 0  # more seeds may follow
@@ -152,6 +155,8 @@ def test_finished_trainings_are_not_repeated(fake, capfd):
         (["--eval_iters=7"], ["", "--block=parallel"], "another eval_iters"),
     ):
         assert word in refused(main, fake.line(*flags, runs=runs), capfd)
+    code.write_text("b")
+    assert "another code; choose another --out" in refused(main, fake.line(), capfd)
     assert fake.calls() == []
 
 
@@ -263,15 +268,6 @@ def test_other_tasks_have_no_difference(fake):
     fake.out = fake.folder / "masked"
     assert fake(runs=(f"{masked}0.3", f"{masked}0.3", f"{masked}0.5")) == 0
     assert [row[7] == "-" for row in rows(fake)] == [True, False, True]
-
-
-def test_other_code_is_refused(fake, tmp_path, monkeypatch, capfd):
-    code = tmp_path / "model.py"
-    monkeypatch.setattr(compare, "CODE", [code])
-    code.write_text("a")
-    assert fake() == 0 and fake() == 0
-    code.write_text("b")
-    assert "another code; choose another --out" in refused(main, fake.line(), capfd) and len(fake.calls()) == 2
 
 
 def test_the_code_is_all_that_train_py_can_import():
