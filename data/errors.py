@@ -64,6 +64,16 @@ def one_line(error: Exception) -> str:
     return shortened(text)
 
 
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, after the name of its class unless the class says nothing more."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # such as: No space left on device
+    line = str(error).strip().partition("\n")[0][:200]
+    if isinstance(error, ValueError):
+        return line
+    return f"{type(error).__name__}: {line}"
+
+
 def shortened(text: str) -> str:
     """The text in one line, with control characters escaped. It may quote a very long value, of which only the ends
     stay."""
