@@ -23,15 +23,14 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
-from data.base_tokenizer import END_OF_TEXT
 from data.command import Parser, out_folder
 from data.dataset import MASK
-from data.errors import require, say
+from data.errors import reason, require, say
 from data.files import SPLITS
 from data.hashing import hash64
 from data.lock import locked
 from data.pairs import Parts, encode
-from data.sources import RECORDS, Document, Source, find_files, reason
+from data.sources import RECORDS, Document, Source, find_files
 from data.tokenizer import build
 from data.writer import ShardWriter
 
@@ -114,8 +113,6 @@ class Corpus:
     limit: int
 
     def __post_init__(self):
-        self.special = self.out.tokenizer.end_text or END_OF_TEXT.decode()
-        self.specials = 0  # documents that hold this text
         self.hashes = {split: array("q") for split in SPLITS}  # of the documents, from which equal ones are known
 
     def encode(self, job: list[Document]) -> dict[str, tuple[np.ndarray, int]]:
@@ -177,32 +174,24 @@ class Corpus:
                     break
                 for split, (tokens, documents) in encoded.items():
                     self.out.add(split, tokens, documents)
-                self.note(job)
+                for document, split in zip(job, self.splits(job), strict=True):
+                    self.hashes[split].append(hash(together(document.text)))
                 last = job[-1]
                 if self.out.unsaved:
                     self.out.save((last.file, last.row, last.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(last.position - progress.n)
-        self.say_what_was_noted()
+        if not self.out.place:  # otherwise the documents before an interruption are not known
+            self.say_how_many_are_equal()
         for split in SPLITS:
             fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
             remedy = "add text, cut it into more documents, or pass another --val_fraction"
             require(self.tokens(split) >= 2, f"{fact}; {remedy}")
 
-    def note(self, job: list[Document]) -> None:
-        """Notes what is said of the documents in the end."""
-        for document, split in zip(job, self.splits(job), strict=True):
-            text = together(document.text)
-            self.specials += self.special in text
-            self.hashes[split].append(hash(text))
-
-    def say_what_was_noted(self) -> None:
-        if self.specials:
-            fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
-            say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
+    def say_how_many_are_equal(self) -> None:
         train, val = (np.frombuffer(self.hashes[split], np.int64) for split in SPLITS)
         equal = np.isin(val, train).sum()
-        if equal and not self.out.place:  # otherwise those before an interruption are not known
+        if equal:
             say(f"note: {equal:,} of {len(val):,} validation documents are training documents too")
 
     def write_up_to_limit(self, job: list[Document]) -> None:

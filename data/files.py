@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.errors import require
+from data.errors import reason, require
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
@@ -71,9 +71,15 @@ def read_file(path: Path, most: int) -> bytes:
         return f.read()  # which asks for as much memory as the file has; read(most) asks for `most`
 
 
-def read_json(path: Path):
-    """The content of a JSON file. ValueError if it is malformed; OSError or RecursionError as they come."""
-    return json.loads(decoded(display_path(path), read_file(path, LARGEST_JSON)))
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. ValueError if it is malformed or holds something else."""
+    text = decoded(display_path(path), read_file(path, LARGEST_JSON))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{display_path(path)} is no JSON ({reason(e)}); replace it") from None
+    require(isinstance(found, dict), f"{display_path(path)} holds no JSON object; replace it")
+    return found
 
 
 def decoded(where: str, content: bytes, offset: int = 0) -> str:

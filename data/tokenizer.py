@@ -217,15 +217,12 @@ def _without_blank(part: dict) -> dict:
 def _special_tokens(path: Path) -> dict[str, str | int]:
     """The texts or ids of the special tokens that a configuration of Hugging Face names."""
     found = {}
-    try:
-        config = files.read_json(path)
-        for key in SPECIAL:
-            match config.get(key) or config.get(f"{key}_id"):
-                case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
-                    found[key] = token
-        found |= {key: config[key] for key, kinds in KEPT.items() if type(config.get(key)) in kinds}
-    except (ValueError, RecursionError, AttributeError) as e:
-        raise ValueError(f"{path} is damaged ({str(e)[:100]}); fetch it again") from None
+    config = files.read_json(path)
+    for key in SPECIAL:
+        match config.get(key) or config.get(f"{key}_id"):
+            case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
+                found[key] = token
+    found |= {key: config[key] for key, kinds in KEPT.items() if type(config.get(key)) in kinds}
     return found
 
 

@@ -200,7 +200,7 @@ GOOD = shard_bytes(range(200))
 
 @pytest.mark.parametrize("content, fact", [
     (GOOD[:-2], "has 1422 bytes, and its header or .idx gives 1424, so it is truncated"),
-    (shard_bytes([]), "holds no tokens"),
+    (shard_bytes([]), "holds 0 tokens, but meta.json says 200"),
     (shard_bytes(range(200), magic=20240521), "is no shard, which begins with 20240520 or 20240801"),
     (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
     (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
