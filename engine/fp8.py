@@ -3,10 +3,10 @@
     check(cfg, lengths, device)     # ValueError says what does not go together
     apply(model)                    # after tensor parallelism, before recomputation, torch.compile and FSDP
 
-A scale is that of the factor as this rank multiplies it: a slice under tensor parallelism, a weight that FSDP has
-gathered, its own tokens. So layouts differ by rounding, and ranks exchange no scales. On H100s, others measured 1.17
-times bfloat16's speed, and 0.90 times with a scale per row (nanochat, dev/LOG.md); and 7,190, 6,649 and 6,019 tokens/s
-with a scale per tensor, per row, and in bfloat16 (Llama 3 8B, github.com/pytorch/ao/pull/1793). Not measured here.
+A scale is that of a factor as this rank multiplies it: a slice under tensor parallelism, a weight that FSDP has
+gathered, its own tokens. So layouts differ by rounding, and ranks exchange no scales. Others measured, relative to
+bfloat16: 1.17, with a scale per row 0.90 (nanochat, dev/LOG.md); 1.19 and 1.10 (Llama 3 8B on H100s,
+github.com/pytorch/ao/pull/1793). It was not measured here.
 """
 
 from functools import partial
@@ -29,9 +29,9 @@ SMALL = (1024, 4096)  # no gain in layers whose smaller and larger size are at m
 
 def layers(model: nn.Module) -> dict[str, Linear]:
     """The layers that `apply` changes, by name: of the blocks, but not experts, grouped layers, routers, those whose
-    forward is replaced (by tensor parallelism, for a bias), and those with sizes that float8 does not have or that gain
-    nothing. In torchtitan, small layers took up to 40 % longer (github.com/pytorch/torchtitan/issues/1207). SMALL has
-    the numbers of torchao's filter for tensors, here in either order, as backward products exchange the sizes."""
+    forward tensor parallelism has replaced, for a bias, and those of other sizes. Small ones took up to 40 % longer in
+    github.com/pytorch/torchtitan/issues/1207. SMALL has the numbers of torchao's filter for tensors, here in either
+    order, as the backward's products exchange the sizes."""
     found = {}
     for name, m in model.named_modules():
         if type(m) is Linear and m.role not in ("router", "per_head") and "forward" not in vars(m):
@@ -42,15 +42,10 @@ def layers(model: nn.Module) -> dict[str, Linear]:
     return found
 
 
-def able(device: torch.device) -> bool:
-    """Whether the device multiplies float8."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
     """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
-    if device and not able(device):
+    nvidia = device and device.type == "cuda" and torch.version.hip is None
+    if device and not (nvidia and torch.cuda.get_device_capability(device) >= (8, 9)):
         fact = "fp8=True needs an NVIDIA GPU of compute capability 8.9 or later"
         raise ValueError(f"{fact}, and the device is {device_name(device)}; leave fp8 out")
     wrong = f"fp8=True does not go with dtype={cfg.dtype}; set dtype=bfloat16, or leave fp8 out"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import tempfile
 import time
 from contextlib import closing
@@ -19,7 +20,7 @@ from data.errors import require
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine.decode import generate
-from engine.device import device_name, resolve_device, resolve_dtype
+from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
@@ -95,13 +96,21 @@ def ms_per_step(cfg: Config) -> float:
 
 
 def training_row(name: str, dtype: str, peak: float) -> str:
-    """The speed of training, and its share of the peak of matrix products in this dtype, in FLOP/s."""
+    """The speed of training, and its share of the peak of matrix products in this dtype, in FLOP/s; of a GPU also its
+    MFU (the share of the data sheet's peak) and the peak of its memory in GiB."""
     cfg = flags(name, dtype)
+    device = resolve_device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     ms = ms_per_step(cfg)
     with torch.device("meta"):
         flops = cfg.batch_size * accounting.flops(Model(cfg), cfg.block_size)
     tokens_per_s = 1000 * cfg.batch_size * cfg.block_size / ms
-    return f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}{1000 * flops / ms / peak:>14.1%}"
+    row = f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}{1000 * flops / ms / peak:>14.1%}"
+    if device.type == "cuda":
+        mfu = 1000 * flops / ms / (peak_flops(device, getattr(torch, dtype)) or math.nan)
+        row += f"{mfu:>8.1%}{peak_memory_bytes(device) / 2**30:>8.2f}"
+    return row
 
 
 def decoding_row(name: str, batch: int) -> str:
@@ -149,7 +158,8 @@ def table(only: str = ""):
     for dtype in dict.fromkeys((parallel.agreed_dtype("auto", device), torch.float32)):
         peak = peaks[str(dtype)[6:]] = measured_peak(device, dtype)
         print(f"best product of matrices in {dtype}: {peak / 1e12:.2f} TFLOP/s")
-    print(f"\n{'training':<26}{'dtype':<9}{'tokens/s':>12}{'ms/step':>10}{'share of best':>14}", flush=True)
+    of_gpu = f"{'MFU':>8}{'GiB':>8}" if device.type == "cuda" else ""
+    print(f"\n{'training':<26}{'dtype':<9}{'tokens/s':>12}{'ms/step':>10}{'share of best':>14}{of_gpu}", flush=True)
     for name, dtype in itertools.product(names, peaks):
         print(training_row(name, dtype, peaks[dtype]), flush=True)
     print(f"\n{'decoding':<26}{'dtype':<9}{'tokens/s':>12}{'samples':>10}", flush=True)
