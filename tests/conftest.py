@@ -39,7 +39,7 @@ for kind in (torch.cuda, torch.xpu, torch.mtia):
 gc.disable()  # until all tests are collected: a quarter of the start, and hardly anything that is made there is garbage
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection():
     try:
         return (yield)
@@ -48,6 +48,7 @@ def pytest_collection():
         gc.freeze()
         gc.unfreeze = lambda: None  # which a run in this process calls: else each collection walks all modules again
         gc.set_threshold(20_000, 50, 100)
+        ranks.fork_server()
 
 
 def pytest_addoption(parser):

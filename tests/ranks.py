@@ -1,11 +1,14 @@
 """Several ranks on this machine, forked from a process that has imported everything: torchrun takes ten seconds longer.
 
+fork_server()                             # once, while this process is as new: ranks begin as it is now
+
 launch(2, work, folder, *args)            # work(*args) on both ranks, which find in the environment what torchrun says
 exit_codes(2, work, folder, *args)        # the same where they may fail
 launch(1, torchrun, folder, work, *args)  # the same under torchrun, whose agent starts two workers
 command(["train.py", "--help"], folder)   # a program, as python train.py --help runs it
 """
 
+import faulthandler
 import gc
 import io
 import itertools
@@ -13,11 +16,12 @@ import multiprocessing
 import os
 import resource
 import runpy
+import select
 import socket
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 
 import pytest
@@ -30,7 +34,7 @@ IMPORTED = """
     train engine.parallel.pipeline tensorboard.summary.writer.record_writer torch._dynamo
     torch.distributed.fsdp torch.distributed.tensor torch.distributed.tensor.parallel
 """.split()
-
+OTHERS = []  # files that were open when the server was forked
 
 # Below the ports that a system gives to outgoing connections, which could take one before a rank listens there,
 # or between two runs. Other processes of pytest have other ones.
@@ -53,16 +57,45 @@ def launch(size: int, work: Callable, folder: Path, *args):
     assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
 
 
+def fork_server():
+    """The process that others are forked from, if there is none. multiprocessing would start another Python for it,
+    which would have to import all again."""
+    resource_tracker.ensure_running()  # which is a Python of its own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", serve)
+        forkserver.ensure_running()
+
+
+def serve(path: str, args: list[str], fds: list[int]) -> int:
+    """The number of a fork of this process, which waits until it is asked for the first time."""
+    if pid := os.fork():
+        return pid
+    try:
+        faulthandler.disable()  # which pytest lets write to a file of its own
+        OTHERS.extend({*map(int, os.listdir("/dev/fd"))}.difference(range(3), fds))
+        redirect(1, 2)
+        select.select(fds, [], [])
+        listener, alive, *key = fds
+        more = {"authkey_r": key[0]} if key else {}  # since Python 3.14
+        forkserver.main(listener, alive, IMPORTED, **more)
+    finally:
+        os._exit(0)
+
+
+def redirect(out: int, err: int):
+    """Give stdout and stderr these files. The files of the process that was forked, to which its loggers may write, are
+    stderr, too."""
+    os.dup2(out, 1)
+    for fd in (2, *OTHERS):
+        os.dup2(err, fd)
+
+
 def start(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Process]:
     """For each args a new process that calls target(*args)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # for the imports of the server
-        processes = [context.Process(target=target, args=args) for args in all_args]
-        for each in processes:
-            each.start()
+    fork_server()
+    processes = [multiprocessing.get_context("forkserver").Process(target=target, args=args) for args in all_args]
+    for each in processes:
+        each.start()
     return processes
 
 
@@ -83,8 +116,7 @@ def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | Non
 
 def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: tuple):
     with open(folder / f"rank {rank}", "a") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        redirect(log.fileno(), log.fileno())
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -113,8 +145,7 @@ def begin(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False,
 
 
 def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, largest: int):
-    for number, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    redirect(*(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in (stdout, stderr)))
     out = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, write_through=unbuffered)
     sys.stderr = open(2, "w", closefd=False)
@@ -124,6 +155,7 @@ def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, la
     os.chdir(ROOT)
     sys.argv = program[program[0] == "-m" :]
     if program[0] == "-m":
+        sys.modules.pop(program[1], None)  # which a test may have imported
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(program[0], run_name="__main__")
@@ -131,6 +163,7 @@ def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, la
 
 def torchrun(work: Callable, *args, **config):
     """torchrun's agent in this process, and two workers that are forked from it and call work(*args)."""
+    config = {"max_restarts": 0} | config  # as on torchrun's command line
     where = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
     elastic_launch(LaunchConfig(1, 1, 2, **where, **config), work)(*args)
 

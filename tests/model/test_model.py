@@ -181,23 +181,22 @@ def check_documents_alone(model, idx, docs, source=None, source_docs=None):
 
 
 def check_causal(model, idx, docs=None):
-    check_reach(lambda x: model(x, docs=docs), idx, between(6, 6 + reach(model)) & within(docs, docs, 6))
+    check_reach(model, "idx", between(6, 6 + reach(model)) & within(docs, docs, 6), idx=idx, docs=docs)
     if docs is None:
-        check_decoding(model, idx[:, :7], T - 5)
+        check_decoding(model, idx[:, :10], T - 8)
 
 
 def check_masked(model, idx, docs=None):
-    seen = between(6 - reach(model), 6 + reach(model))
-    check_reach(lambda x: model(x, docs=docs), idx, seen & within(docs, docs, 6))
+    seen = between(6 - reach(model), 6 + reach(model)) & within(docs, docs, 6)
+    check_reach(model, "idx", seen, idx=idx, docs=docs)
 
 
 def check_seq2seq(model, idx, source, docs=None, source_docs=None):
-    of_text = between(6, 6 + reach(model)) & within(docs, docs, 6)
-    check_reach(lambda x: model(x, docs=docs, source=source, source_docs=source_docs), idx, of_text)
-    of_source = within(docs, source_docs, 6)
-    check_reach(lambda x: model(idx, docs=docs, source=x, source_docs=source_docs), source, of_source)
+    given = dict(idx=idx, docs=docs, source=source, source_docs=source_docs)
+    check_reach(model, "idx", between(6, 6 + reach(model)) & within(docs, docs, 6), **given)
+    check_reach(model, "source", within(docs, source_docs, 6), **given)
     if docs is None:
-        check_decoding(model, idx[:, :7], T - 5, source=source)
+        check_decoding(model, idx[:, :10], T - 8, source=source)
 
 
 CHECK = {"causal": check_causal, "masked": check_masked, "seq2seq": check_seq2seq}
@@ -222,11 +221,12 @@ def within(docs, of_changed, place: int) -> torch.Tensor:
     return torch.ones(2, T, dtype=torch.bool) if docs is None else docs == of_changed[:, place, None]
 
 
-def check_reach(f, ids, seen):
-    """Another token at place 6 moves exactly the outputs f(ids) at seen (2, T)."""
-    changed = ids.clone()
-    changed[:, 6] = (changed[:, 6] + 1) % TINY["vocab_size"]
-    moved = (f(changed) - f(ids)).abs().amax(dim=2)
+def check_reach(model, changed, seen, **given):
+    """Another token at place 6 of what is changed, the text or the source, moves exactly the logits at seen (2, T)."""
+    given = {name: x.repeat(2, 1) for name, x in given.items() if x is not None}
+    given[changed][2:, 6] = (given[changed][2:, 6] + 1) % TINY["vocab_size"]
+    before, after = model(**given).chunk(2)
+    moved = (after - before).abs().amax(dim=2)
     assert (moved[~seen] < 1e-12).all(), f"sees what it must not: {moved}"
     assert (moved[seen] > 1e-12).all(), f"does not see what it should: {moved}"
 
