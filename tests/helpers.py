@@ -1,6 +1,10 @@
 """Functions that several tests share: flags of a tiny run, what it logs, comparisons, the error line of a command."""
 
+import itertools
 import json
+import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -150,6 +154,34 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):  # it may end between the two calls of reading a file
         return True
+
+
+def changes_until_killed(action: Callable, last: int = 10**9) -> int:
+    """Runs action in a forked process, which is killed before its `last` change of the file system. Returns how many it
+    has begun: `last`, or fewer if it has ended before. sys.audit("change") counts as one too."""
+    read, write = os.pipe()
+    if (process := os.fork()) == 0:
+        numbers = itertools.count(1)
+
+        def hook(event, args):
+            written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            changes = written or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "change")
+            if changes and "__pycache__" not in str(args):
+                os.write(write, b".")
+                if next(numbers) == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        sys.addaudithook(hook)
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.waitpid(process, 0)[1] in (0, signal.SIGKILL)
+    with open(read, "rb") as begun:
+        return len(begun.read())
 
 
 def until(what: Callable[[], bool]):

@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import signal
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import edit_state
+from helpers import changes_until_killed, edit_state
 from safetensors.torch import load_file
 
 import train
@@ -279,34 +277,6 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
 # ---- A kill at every instant
 
 
-def killed_before(operation, action):
-    """Runs action in a forked process that SIGKILLs itself before that many-th change of the file system.
-
-    Returns whether it came to that.
-    """
-    process = os.fork()
-    if process == 0:
-        seen = 0
-
-        def hook(event, args):
-            nonlocal seen
-            written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if written or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-                seen += 1
-                if seen == operation:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        try:
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(process, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.parametrize("step,asynchronous", [(3, False), (4, True)])  # 3 is there, latest and best: it is replaced
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchronous, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
@@ -318,18 +288,19 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchr
 
     for i in (1, 2, 3):
         write(tmp_path / "before", i, i, keep_last=3)
-    operation, killed, kept = 0, True, []
-    while killed:
-        operation += 1
+    kept = []
+    for operation in itertools.count(1):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "before", tmp_path / "run")
-        killed = killed_before(operation, lambda: write(tmp_path / "run", step, 9, keep_last=1))
+        begun = changes_until_killed(lambda: write(tmp_path / "run", step, 9, keep_last=1), operation)
         kept.append([value_of(checkpoint.find(tmp_path / "run", which)) for which in ("latest", "best")])
         for path in (tmp_path / "run").glob("step_????????"):
             value_of(path)
         write(tmp_path / "run", 5, 5, keep_last=1)
         assert value_of(checkpoint.find(tmp_path / "run")) == 5
         assert names(tmp_path / "run") == ["best", "latest", step_name(5)]
+        if begun < operation:
+            break
     assert operation > 10
     assert kept[0] == [3, 3] and kept[-1] == [9, 9] and kept == sorted(kept)  # once the new one is there, it stays
 
