@@ -66,12 +66,7 @@ def test_names_that_are_no_folders_and_what_is_made_for_the_lock(tmp_path, tiny_
     (tmp_path / "mine").mkdir()
     for out in ("mine", "new/deep"):
         refused(train.main, [*TINY, "--dataset=/no/such/place", f"--out_dir={tmp_path / out}"], capsys)
-    for flag in (
-        "--out_dir=s3://b/run",
-        "--dataset=gs://b/x",
-        "--init_from=checkpoint:s3://b/run",
-        "--out_dir=a\0b",
-    ):
+    for flag in ("--out_dir=s3://b/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run", "--out_dir=a\0b"):
         refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
         refused(sample.main, [f"--out_dir={where}"], capsys)

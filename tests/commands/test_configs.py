@@ -113,17 +113,14 @@ def test_record_reads_back_equal(tmp_path, name):
     assert asdict(Config()) | expected == asdict(cfg)
 
 
-@pytest.mark.parametrize(
-    "name, like, changed",
-    [
-        ("train_superblock_124m", "train_gpt2", {"block"}),
-        ("pycode_superblock", "train_pycode", {"block"}),
-        ("pycode_superblock_joint", "train_pycode", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
-        ("pycode_superblock_moe", "pycode_superblock", {"layer", "n_expert", "balance_rate", "muon_lr"}),
-        ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
-        ("pycode_sas_p", "pycode_sas", {"block"}),
-    ],
-)
+@pytest.mark.parametrize("name, like, changed", [
+    ("train_superblock_124m", "train_gpt2", {"block"}),
+    ("pycode_superblock", "train_pycode", {"block"}),
+    ("pycode_superblock_joint", "train_pycode", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
+    ("pycode_superblock_moe", "pycode_superblock", {"layer", "n_expert", "balance_rate", "muon_lr"}),
+    ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
+    ("pycode_sas_p", "pycode_sas", {"block"}),
+])  # fmt: skip
 def test_compares_like_with_like(name, like, changed):
     """A comparison of blocks changes only what its comment says, and superblocks have as many parameters."""
     a, b = vars(read(name)), vars(read(like))

@@ -112,21 +112,18 @@ def test_strings_join_and_docstrings_pass(tmp_path):
     assert parse(Config, [write(tmp_path / "c.py", text)]).out_dir == "out/gpt-2"
 
 
-@pytest.mark.parametrize(
-    "argument, name, value",
-    [
-        ("--start=def main(", "start", "def main("),
-        ("--start=", "start", ""),
-        ("--start='a\\n'", "start", "a\n"),
-        ("--start='", "start", "'"),
-        ("--num_samples=1e3", "num_samples", 1000),
-        ("--num_samples=-3", "num_samples", -3),
-        ("--temperature=.5e-1", "temperature", 0.05),
-        ("--top_k=all", "top_k", "all"),
-        ("--fast=false", "fast", False),
-        ("--fast=auto", "fast", "auto"),
-    ],
-)
+@pytest.mark.parametrize("argument, name, value", [
+    ("--start=def main(", "start", "def main("),
+    ("--start=", "start", ""),
+    ("--start='a\\n'", "start", "a\n"),
+    ("--start='", "start", "'"),
+    ("--num_samples=1e3", "num_samples", 1000),
+    ("--num_samples=-3", "num_samples", -3),
+    ("--temperature=.5e-1", "temperature", 0.05),
+    ("--top_k=all", "top_k", "all"),
+    ("--fast=false", "fast", False),
+    ("--fast=auto", "fast", "auto"),
+])  # fmt: skip
 def test_values_on_the_command_line(argument, name, value):
     got = getattr(parse(Sampling, [argument]), name)
     assert got == value and type(got) is type(value)

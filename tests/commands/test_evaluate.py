@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from helpers import TINY, metrics, refused
 from preparing import tokens_of, write_set, write_text
 from ranks import launch, train_runs
+from test_families import build
+from test_hf_tokenizer import llama3
 from test_nanogpt import nanogpt_state, write
 
 import evaluate
@@ -193,24 +195,12 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
 @pytest.fixture
 def llama(tmp_path):
     """A folder of Hugging Face with a random Llama and a tokenizer that puts <s> before a text; and both of them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    import transformers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["the cat sat on a mat. dogs bark; été "], trainer)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(theirs), max_position_embeddings=16, **sizes)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.3)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=llama3(), bos_token="<s>", eos_token="</s>")
+    sizes = dict(vocab_size=len(theirs), hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16)
+    model = build(transformers, "llama", spread=0.3, **sizes)
     for each in (model, theirs):
         each.save_pretrained(tmp_path / "llama")
     return tmp_path / "llama", model.double(), theirs
@@ -224,7 +214,7 @@ def test_a_folder_of_hugging_face(llama, figures, tmp_path, capsys):
     where, ids = f"--out_dir=hf:{folder}", tokenizer(text, return_tensors="pt").input_ids
     nats, targets = total_nats(lambda idx: model(idx).logits, ids[0])
     found = figures(where, f"--file={tmp_path / 'text.txt'}")
-    assert ids[0, 0] == 0 and targets == ids[0, 1:].tolist()
+    assert ids[0, 0] == tokenizer.bos_token_id and targets == ids[0, 1:].tolist()
     assert (found["tokens"], found["bytes"]) == (len(targets), len(text.encode()))
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-5)
 

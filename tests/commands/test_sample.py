@@ -25,24 +25,20 @@ from sample import SampleConfig, choose
 P = [0.5, 0.25, 0.15, 0.07, 0.03]
 
 
-@pytest.mark.parametrize(
-    "flags,kept",
-    [
-        ({}, P),
-        ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
-        ({"temperature": 2.0}, [p**0.5 for p in P]),
-        ({"temperature": 1e-6}, P[:1]),
-        ({"temperature": 1e9, "top_k": 2}, [1, 1]),
-        ({"top_k": 2}, P[:2]),
-        ({"top_p": 1e-300}, P[:1]),
-        ({"top_p": 0.9}, P[:3]),
-        ({"min_p": 0.29}, P[:3]),
-        ({"min_p": 1.0}, P[:1]),
-        ({"top_k": 3, "top_p": 0.8}, P[:2]),  # 0.75 is more than 80 % of the 0.9 that top_k keeps
-        ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags,kept", [
+    ({}, P),
+    ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
+    ({"temperature": 2.0}, [p**0.5 for p in P]),
+    ({"temperature": 1e-6}, P[:1]),
+    ({"temperature": 1e9, "top_k": 2}, [1, 1]),
+    ({"top_k": 2}, P[:2]),
+    ({"top_p": 1e-300}, P[:1]),
+    ({"top_p": 0.9}, P[:3]),
+    ({"min_p": 0.29}, P[:3]),
+    ({"min_p": 1.0}, P[:1]),
+    ({"top_k": 3, "top_p": 0.8}, P[:2]),  # 0.75 is more than 80 % of the 0.9 that top_k keeps
+    ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1
+], ids=str)  # fmt: skip
 def test_choose(flags, kept):
     """The distribution, whose token ids are shuffled, and the frequencies of what is drawn from it."""
     cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
@@ -152,14 +148,11 @@ def test_greedy_text_equals_repeated_forwards(say, runs, monkeypatch, name, prom
     assert say(f"--start={prompt}", "--max_new_tokens=60", "--temperature=0", *flags) == bytes(ids).decode() + "\n"
 
 
-@pytest.mark.parametrize(
-    "name,prompt,never",
-    [
-        ("wide", "the ", range(257, 320)),
-        ("masked", "the <mask>at s<mask>", range(256, 320)),
-        ("seq2seq", "the <mask> on <mask>.", [256, *range(260, 320)]),
-    ],
-)
+@pytest.mark.parametrize("name,prompt,never", [
+    ("wide", "the ", range(257, 320)),
+    ("masked", "the <mask>at s<mask>", range(256, 320)),
+    ("seq2seq", "the <mask> on <mask>.", [256, *range(260, 320)]),
+])  # fmt: skip
 def test_padding_of_the_vocabulary_is_never_drawn(say, monkeypatch, name, prompt, never):
     """The tokenizer has 257 of 320 rows, and the objective the next ones. Even if the other rows have the largest
     logits, and in blanks end-of-text (256), the samples stay the same, at a high and at a low temperature."""

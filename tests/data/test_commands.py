@@ -25,26 +25,23 @@ def refused(result, *words: str) -> None:
     assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize(
-    "name, flags, words",
-    [
-        *((name, ["--nope=1"], ["unrecognized arguments: --nope=1", "--name=value"]) for name in NAMES[1:]),
-        ("text", [], ["--input"]),
-        ("text", ["--input=/nope"], ["'/nope'"]),
-        ("text", ["--input=FILE", "--out="], ["out='' is no folder; pass a name"]),
-        ("text", ["--input=FILE", "--val_fraction=nan"], ["val_fraction=nan"]),
-        ("text", ["--input=FILE", "--threads=0"], ["threads=0"]),
-        ("text", ["--input=FILE", "--shard_tokens=1e9"], ["--shard_tokens", "'1e9'"]),
-        ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
-        ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
-        ("text", ["--input=FIFO"], ["no regular file matches", "FIFO"]),
-        ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
-        ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
-        ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
-        ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
-        ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
-    ],
-)
+@pytest.mark.parametrize("name, flags, words", [
+    *((name, ["--nope=1"], ["unrecognized arguments: --nope=1", "--name=value"]) for name in NAMES[1:]),
+    ("text", [], ["--input"]),
+    ("text", ["--input=/nope"], ["'/nope'"]),
+    ("text", ["--input=FILE", "--out="], ["out='' is no folder; pass a name"]),
+    ("text", ["--input=FILE", "--val_fraction=nan"], ["val_fraction=nan"]),
+    ("text", ["--input=FILE", "--threads=0"], ["threads=0"]),
+    ("text", ["--input=FILE", "--shard_tokens=1e9"], ["--shard_tokens", "'1e9'"]),
+    ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
+    ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
+    ("text", ["--input=FIFO"], ["no regular file matches", "FIFO"]),
+    ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
+    ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
+    ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
+    ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
+    ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
+])  # fmt: skip
 def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("some words\nof text\n" * 9)

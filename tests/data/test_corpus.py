@@ -19,17 +19,7 @@ import pytest
 from helpers import ROOT, changes_until_killed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import (
-    args,
-    error,
-    files_of,
-    gpt2_of_other_merges,
-    prepare,
-    texts,
-    tokens_of,
-    validates,
-    write_set,
-)
+from preparing import args, error, files_of, gpt2_of_other_merges, prepare, texts, tokens_of, validates, write_set
 
 from data import corpus, sources
 from data.dataset import open_data
@@ -405,7 +395,7 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
 
 
 def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, small):
-    changes_until_killed(lambda: prepare(args(tmp_path / "out"), web), 100)
+    changes_until_killed(lambda: prepare(args(tmp_path / "out"), web), 40)
     message = error(prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
     assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
     assert "another input;" in error(prepare, args(tmp_path / "out"), web[:1])

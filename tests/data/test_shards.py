@@ -336,14 +336,12 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         (folder / "meta.json").write_text('{"vocab_size": 257}')  # of one who trains on them
         assert f"{name} is not of a data set that was prepared here; choose another --out" in error(write_set, folder)
         assert {*os.listdir(folder)} == {name, "meta.json"} and (folder / name).read_text() == "mine"
-    for name in (".preparing", ".lock"):
-        folder = tmp_path / name.strip(".")
-        folder.mkdir()
-        (folder / name).symlink_to(other if name == ".preparing" else other / "mine")
-        with pytest.raises((OSError, ValueError)):
-            write_set(folder)
-        assert os.listdir(folder) == [name] and os.listdir(other) == ["mine"]
-        assert (other / "mine").read_text() == "mine"
+    folder = tmp_path / "preparing"
+    folder.mkdir()
+    (folder / ".preparing").symlink_to(other)
+    with pytest.raises((OSError, ValueError)):
+        write_set(folder)
+    assert os.listdir(folder) == [".preparing"] and os.listdir(other) == ["mine"]
 
 
 def test_a_file_is_written_at_its_own_name_only(tmp_path):
