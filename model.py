@@ -5,14 +5,16 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-A layer is a list of sums. A sum adds what its readers, such as attention and the MLP, make of the normed stream.
-To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal;
-docs/hacking.md has examples, roles and seams.
+A layer is a list of sums, s = s + reader(norm(s)). A reader is a module such as attention or an MLP, from the normed
+stream (B, T, C) to what is added to the stream. So GPT-2's layer has two sums of a reader each; a sum may have several.
+
+To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal.
+docs/hacking.md has examples, and lists what other files replace in a model, such as a process's share of the heads.
 
 Names used everywhere
     B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
     H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size   F hidden units
-    E width of a head with columns of positions, or experts   M slots   N = B T tokens   K taps of a convolution
+    N = B T tokens   K taps of a convolution   M slots: learned keys and values   E experts; in attention, D or more
 """
 
 import math
@@ -37,12 +39,13 @@ from ops import Mask
 Maybe = Tensor | None
 Tensors = tuple[Tensor, ...]
 Shape = tuple[int, ...]
-Fused = tuple[int, int, Shape]  # (dim, groups, sizes), see Linear
+Fused = tuple[int, Shape]  # (groups, sizes), see Linear
 
 
 @dataclass
 class ModelConfig(LayerFlags):
-    """The network's flags. A rule in brackets on a line of its own belongs to the flag above; flags.py reads them."""
+    """The network's flags. Brackets have rules, which flags.py reads and enforces: [>0] is about the number itself, and
+    [pos=rope] says beside which flags it has an effect. On a line of their own, they belong to the flag above."""
 
     # --- model: size
     n_layer: int = 12  # [>0] [<=4096] number of blocks
@@ -64,9 +67,7 @@ class ModelConfig(LayerFlags):
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"] = "layernorm"  # of the stream; docs/blocks.md
     # [norm_placement!=none or norm=none]
-    last_norm: Literal["same", "layernorm", "rmsnorm"] = (
-        "same"  # [norm_placement!=post] kind of the norm before the head
-    )
+    last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # [norm_placement!=post] of the norm before the head
     norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # around a sum; docs/blocks.md
     # [norm!=none or norm_placement=none]
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
@@ -128,9 +129,20 @@ class ModelConfig(LayerFlags):
         return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
 
-# Modules declare in `initial` what their parameters begin with, and Model.init_weights fills them: a number, a tensor,
-# or Normal(std), drawn from N(0, std) but for the first `zero` of every `period` rows, which are 0.
+# What every module declares, because a process may hold only a part of a model, which is made without memory at first:
+#
+# initial   what its parameters begin with: a number, a tensor, or Normal(std) for draws from N(0, std), of which the
+#           first `zero` of every `period` rows are 0 instead (a part of a fused matrix). Model.init_weights fills them.
+# role      how tensor parallelism cuts its parameters, whether Muon trains them, and which std its weights begin with;
+#           docs/hacking.md has the table. An identity has a role where processes exchange something.
+
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
+
+
+def with_role(module: nn.Module, role: str) -> nn.Module:
+    module.role = role
+    return module
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Norms
@@ -190,22 +202,26 @@ def norm(cfg: ModelConfig, role: str) -> nn.Module:
     kind = cfg.norm if role in PLACEMENT[cfg.norm_placement] else "none"
     if role == "last" and cfg.last_norm != "same":
         kind = cfg.last_norm
-    return with_role(NORM[kind](cfg), "whole" if role == "total" else role)
-
-
-def with_role(module: nn.Module, role: str) -> nn.Module:
-    """The role says how tensor parallelism cuts a layer, or what an identity exchanges (docs/hacking.md, Roles)."""
-    module.role = role
-    return module
+    if role == "total":  # the stream itself, of which each process has its tokens
+        role = "whole"
+    return with_role(NORM[kind](cfg), role)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Positions: a class for the embedding and a class for q, k and v. t (T,) holds absolute positions; with doc_positions
-# the embedding gets positions (B, T) within the documents.
+# Positions: each --pos has a class that acts on the embedding and one that acts on q, k and v. t (T,) holds absolute
+# positions; with doc_positions the embedding gets positions (B, T) within the documents.
+
+
+def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
+    """nn.Embedding without draws of its own, which init_weights replaces, and which take a second on the meta device:
+    they import torch._dynamo."""
+    table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
+    table.initial = {"weight": Normal(cfg.init_std)}
+    return with_role(table, role)
 
 
 class NoEmbedding(nn.Module):
-    """Returns x (B, T, C) unchanged; the base class of position embeddings."""
+    """Returns x (B, T, C) unchanged."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -214,29 +230,22 @@ class NoEmbedding(nn.Module):
         return x
 
 
-def embedding(cfg: ModelConfig, rows: int) -> nn.Embedding:
-    """nn.Embedding whose weight is not drawn, which on the meta device takes a second: it imports torch._dynamo."""
-    table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
-    table.initial = {"weight": Normal(cfg.init_std)}
-    return table
-
-
-class LearnedEmbedding(NoEmbedding):
+class LearnedEmbedding(nn.Module):
     """x + W[t] (GPT-2)."""
 
     def __init__(self, cfg: ModelConfig):
-        super().__init__(cfg)
-        self.wpe = with_role(embedding(cfg, cfg.block_size), "whole")
+        super().__init__()
+        self.wpe = embedding(cfg, cfg.block_size, "whole")
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x + self.wpe(t)
 
 
-class SinusoidalEmbedding(NoEmbedding):
+class SinusoidalEmbedding(nn.Module):
     """sqrt(C) x + [sin(t w), cos(t w)], w_i = 10000^(-2i/C) (arXiv:1706.03762, sections 3.4 and 3.5)."""
 
     def __init__(self, cfg: ModelConfig):
-        super().__init__(cfg)
+        super().__init__()
         if cfg.n_embd % 2:
             refuse(cfg, "pos n_embd", "half of the channels are sines, half are cosines; set n_embd to an even number")
 
@@ -254,53 +263,50 @@ def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
 
 class AttentionPosition(nn.Module):
     """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
-    layer has its own instance, which may have parameters. table(t) must not depend on them: one more instance, of the
-    Stack, computes it once per forward, for all layers."""
-
-    head_entries = 0  # number of entries, at the front of the table, that have a row for each head
+    layer has its own, which may have parameters. What all layers need of the positions is the class's table, which is
+    computed once per forward."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.cfg = cfg
 
-    def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
-        """What forward needs of the positions t (T,); in causal models, tensors (..., T, n)."""
+    @classmethod
+    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
+        """For positions t (T,), tensors (T, n), or (H, T, n) with a row for each head."""
         return ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         return q, k, v
 
     def slots(self, k: Tensor, v: Tensor) -> Tensors:
-        """Keys and values (Hkv, M, D) of slots, which have no position, padded to the width E of forward's results."""
+        """Keys and values (Hkv, M, D) of slots, which have no position, as wide as forward's: (Hkv, M, E)."""
         return k, v
 
 
-def linear_scaling(f: Tensor, cfg: ModelConfig, factor: float) -> tuple[Tensor, float]:
-    """All wavelengths times the factor: position interpolation (arXiv:2306.15595)."""
-    return f / factor, 1.0
+def linear_scaling(f: Tensor, cfg: ModelConfig, factor: float) -> Tensor:
+    """No frequency stays: position interpolation (arXiv:2306.15595)."""
+    return torch.zeros_like(f)
 
 
-def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0):
-    """Wavelengths above original / low times the factor, those below original / high as they are (Llama 3.1)."""
+def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0) -> Tensor:
+    """Wavelengths below original / high stay, those above original / low do not (Llama 3.1)."""
     if low >= high:
         raise ValueError("LOW is not below HIGH")
-    kept = ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
-    return f * kept + f / factor * (1 - kept), 1.0
+    return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
 
 
-def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=32.0, slow=1.0):
-    """Pairs that turn more than `fast` times in the original context as they are, those that turn less than `slow`
-    times with their wavelength times the factor; q and k grow too (YaRN, arXiv:2309.00071)."""
+def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=32.0, slow=1.0) -> Tensor:
+    """Pairs that turn more than `fast` times in the original context stay, those that turn less than `slow` times do
+    not (arXiv:2309.00071)."""
     n = len(f)
     original = original or cfg.block_size / factor  # the present context is the longer one
     pairs = n / math.log(cfg.rope_theta)  # for each e-fold of the wavelength
     first = max(math.floor(pairs * math.log(original / (fast * math.tau))), 0)
     last = min(math.ceil(pairs * math.log(original / (slow * math.tau))), 2 * n - 1)
-    scaled = ((torch.arange(n, device=f.device) - first) / (last - first or 1e-3)).clamp(0, 1)
-    return f * (1 - scaled) + f / factor * scaled, max(0.1 * math.log(factor) + 1, 1.0)
+    length = 1e-3 if first == last else last - first
+    return 1 - ((torch.arange(n, device=f.device) - first) / length).clamp(0, 1)
 
 
-# name -> (frequencies (n,), cfg, numbers of the flag) -> (frequencies (n,), factor of q and of k)
+# name -> (frequencies f (n,), cfg, numbers of the flag) -> how far each f stays as it is: 1, or 0 for f / factor (n,)
 ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
 
 
@@ -310,28 +316,35 @@ def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
         return f, 1.0
     name, *words = cfg.rope_scaling.split(":")
     try:
-        numbers = [float(re.fullmatch("[0-9.]+([eE][+-]?[0-9]+)?", word)[0]) for word in words]
+        if not re.fullmatch("[a-zA-Z0-9.:+-]+", cfg.rope_scaling):
+            raise ValueError("other characters, some of which Python's float takes")
+        numbers = [float(word) for word in words]
         if not all(1e-6 <= number <= 1e20 for number in numbers):
             raise ValueError("too small or too large")
-        return ROPE_SCALING[name](f, cfg, *numbers)
+        kept = ROPE_SCALING[name](f, cfg, *numbers)
     except (KeyError, ValueError, TypeError, ZeroDivisionError):
         remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"
         refuse(cfg, "rope_scaling", f"no known scaling; {remedy}")
+    factor = numbers[0]
+    growth = 1.0
+    if name == "yarn" and factor > 1:
+        growth = 0.1 * math.log(factor) + 1
+    return f * kept + f / factor * (1 - kept), growth
 
 
 class Rope(AttentionPosition):
     """Rotates pairs (x_j, x_{j+n}), j < n = D/2, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX
-    and Llama). The table holds cos and sin of layers G, then those of layers L."""
+    and Llama). The table holds cos and sin for rope_theta, then for rope_theta_local if pos_pattern has an L."""
 
     def __init__(self, cfg: ModelConfig, first: int = 0):
         super().__init__(cfg)
-        self.first = first  # entry of the table where this layer's begin
+        self.first = first  # entry of the table where this layer's cos and sin are
         if cfg.head_size % 2:
             refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
         scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # refuses a wrong rope_scaling
 
-    def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
-        cfg = self.cfg
+    @classmethod
+    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
         n = cfg.head_size // 2
         turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
         if "L" in cfg.pos_pattern:
@@ -357,38 +370,41 @@ class Alibi(AttentionPosition):
         k   j // 256, j % 256, 0, 0
 
     A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
-    v is padded with zeros to the same width E, a multiple of 8 as the fused kernels need; attention drops them again.
+    Columns of zeros follow, up to a width E that is a multiple of 8, as the fused kernels need. v is padded to E too;
+    attention drops that again.
     """
-
-    head_entries = 1
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         if cfg.objective != "causal":
             refuse(cfg, "pos objective", "this was retired, as encoders see both ways; set pos=rope")
 
-    def table(self, t: Tensor, dtype: torch.dtype) -> Tensors:
-        D = self.cfg.head_size
-        slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
+    @classmethod
+    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
+        D = cfg.head_size
+        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
         far = (t // 256).to(dtype)  # (T,)
         near = (t % 256).to(dtype)
         columns = (256 * slope).expand(-1, len(t)), slope.expand(-1, len(t)), 256 * slope * far, slope * near
-        return self.pad(torch.stack(columns, dim=-1)), self.pad(torch.stack((far, near), dim=-1))  # (H, T, .), (T, .)
-
-    def pad(self, columns: Tensor) -> Tensor:
-        """(..., n) -> (..., E - D), where E is the least multiple of 8 that holds D + 4."""
-        D = self.cfg.head_size
-        return F.pad(columns, (0, -(-(D + 4) // 8) * 8 - D - columns.size(-1)))
+        of_queries = torch.stack(columns, dim=-1)  # (H, T, 4)
+        of_keys = torch.stack((far, near), dim=-1)  # (T, 2)
+        return F.pad(of_queries, (0, zeros_behind(D))), F.pad(of_keys, (0, 2 + zeros_behind(D)))  # each (..., E - D)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
-        q_columns, k_columns = (c.to(q.dtype) for c in table)
-        q = torch.cat((q, q_columns.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, E)
-        k = torch.cat((k, k_columns.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, E)
-        return q, k, F.pad(v, (0, q.size(-1) - v.size(-1)))
+        of_queries, of_keys = (columns.to(q.dtype) for columns in table)
+        q = torch.cat((q, of_queries.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, E)
+        k = torch.cat((k, of_keys.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, E)
+        return q, k, F.pad(v, (0, of_keys.size(-1)))
 
     def slots(self, k: Tensor, v: Tensor) -> Tensors:
-        columns = self.pad(torch.cat((k.new_zeros(2), k.new_ones(2)))).expand(*k.shape[:2], -1)  # (Hkv, M, E - D)
+        columns = k.new_zeros(*k.shape[:2], 4 + zeros_behind(k.size(-1)))  # (Hkv, M, E - D)
+        columns[..., 2:4] = 1
         return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
+
+
+def zeros_behind(D: int) -> int:
+    """How many columns of zeros, behind D channels and Alibi's 4 columns, make a head's width a multiple of 8."""
+    return -(D + 4) % 8
 
 
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
@@ -408,10 +424,10 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
 
 
 def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
-    """What acts on q, k and v in this layer, by cfg.pos and cfg.pos_pattern."""
+    """What acts on q, k and v in this layer: by its letter of cfg.pos_pattern, cfg.pos or nothing."""
     kinds = {"G": POSITION[cfg.pos][1], "N": AttentionPosition}
     if cfg.pos == "rope":
-        kinds["L"] = partial(Rope, first=2)
+        kinds["L"] = partial(Rope, first=2)  # with rope_theta_local
     pattern = cfg.pos_pattern or "G"
     if not set(pattern) <= kinds.keys():
         refuse(cfg, "pos_pattern pos", f"may hold only the letters {', '.join(kinds)}; leave it empty for all G")
@@ -423,21 +439,21 @@ def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
 
 
 class EmptyLinear(nn.Linear):
-    """nn.Linear with an uninitialised weight, as Model.init_weights draws all weights."""
+    """nn.Linear whose values only Model.init_weights draws: the head, and the base class of all other linear layers."""
 
     def reset_parameters(self):
         pass
 
 
 class Linear(EmptyLinear):
-    """A linear layer that declares its role, and the matrices that its weight stores side by side.
+    """A linear layer within a block, whose weight may store several matrices.
 
-    fused = (dim, groups, sizes): (0, Hkv, (G D, D, D)) says that the rows (1: columns) are, for each of Hkv groups, G D
-    of q, D of k and D of v, so that there are three matrices; None = one. Muon orthogonalizes each matrix alone; tensor
-    parallelism cuts between groups. `read_share` is the share of the weight that a token reads.
+    fused = (groups, sizes): (Hkv, (G D, D, D)) says that the rows are, for each of Hkv groups, G D of q, D of k and D
+    of v, so that there are three matrices; None = one. Muon orthogonalizes each matrix alone, and tensor parallelism
+    cuts between groups.
     """
 
-    read_share = Fraction(1)
+    read_share = Fraction(1)  # of the weight, by a token
 
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
         super().__init__(n_in, n_out, cfg.bias or bias)
@@ -451,13 +467,12 @@ class Linear(EmptyLinear):
 
 class GroupedLinear(Linear):
     """Independent linear maps of slices, (..., groups i) -> (..., groups o), with weight (groups o, i). `rows` holds
-    the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP. Tensor parallelism
-    cuts between the groups."""
+    the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP."""
 
-    per_head = ("weight", "bias")
+    per_head = ("weight", "bias")  # tensor parallelism cuts the slices, as it cuts heads
 
     def __init__(self, cfg: ModelConfig, groups: int, n_in: int, role: str, rows: Shape):
-        super().__init__(cfg, n_in // groups, groups * sum(rows), role, (0, 1, groups * rows))
+        super().__init__(cfg, n_in // groups, groups * sum(rows), role, (1, groups * rows))
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -476,7 +491,7 @@ class NearIdentity(Linear):
         self.initial = {"weight": 0.0}
         self.skip = Gain(1.0)
         self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
-        self.same = with_role(nn.Identity(), role)
+        self.same = with_role(nn.Identity(), role)  # skips the matrix, but not the exchange of its role
 
     def forward(self, x: Tensor) -> Tensor:
         return self.skip(self.same(x)) + self.resid(super().forward(x))
@@ -499,6 +514,7 @@ class Gain(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each is sum_j phi(q . k_j) v_j W_O
 # over a pool of keys k_j and values v_j: those of tokens, learned slots, or the rows and columns of an MLP's matrices.
+# A Reader (flags.py) has its choices: Reader("attn", source="context", query="heads", phi="softmax", out="matrix").
 
 
 class Inputs(NamedTuple):
@@ -517,47 +533,16 @@ class Shared(dict):
     """What a layer hands to later layers, by name. Of a plain dict, FSDP would give each block a copy."""
 
 
-class Neighbours(nn.Module):
-    """The n > 0 tokens before each one. A module that reads them holds one: decoding gives it a cache, and context
-    parallelism the rows of other ranks."""
-
-    def __init__(self, n: int):
-        super().__init__()
-        self.reach = n
-        self.cache = None  # decoding sets a RowCache
-
-    def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
-        """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
-        rows, place = self.rows(x, inputs)
-        return [ops.earlier(rows, i, self.reach, place).flatten(-3, -2) for i in range(self.reach + 1)]
-
-    def rows(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Maybe]:
-        """`pieces`, and inputs.place in their shape (B, ..., P, T/P, 1)."""
-        rows = self.pieces(x)
-        place = inputs.place
-        if place is not None:
-            place = place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
-        return rows, place
-
-    def pieces(self, x: Tensor) -> Tensor:
-        """x in P pieces of the text, here one, each behind the n rows before it: (B, ..., P, n + T/P, C)."""
-        if self.cache:
-            rows = self.cache.extend(x)
-        else:
-            rows = F.pad(x, (0, 0, self.reach, 0))
-        return rows.unsqueeze(-3)
-
-
-Kind = namedtuple("Kind", "f inputs", defaults=[1])  # f maps `inputs` tensors (..., F) to one (..., F)
+Kind = namedtuple("Kind", "phi arity", defaults=[1])  # phi maps `arity` tensors (..., F) to one: of gated kinds, two
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
     "relu": Kind(F.relu),
     "relu2": Kind(ops.squared_relu),
     "sigmoid": Kind(torch.sigmoid),
-    "swiglu": Kind(lambda gate, x: F.silu(gate) * x, inputs=2),
-    "geglu": Kind(lambda gate, x: F.gelu(gate) * x, inputs=2),
-    "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, inputs=2),
+    "swiglu": Kind(lambda gate, x: F.silu(gate) * x, arity=2),
+    "geglu": Kind(lambda gate, x: F.gelu(gate) * x, arity=2),
+    "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, arity=2),
 }
 
 
@@ -588,7 +573,8 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
 
 
 class Heads(nn.Module):
-    """Attention of H heads to keys and values that `project` makes: W_O sum_j phi(q . k_j / sqrt(D)) v_j.
+    """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j. Its subclasses, one for each source of keys and
+    values, make q, k and v in `project` and the sum in `read`.
 
     G = H / Hkv query heads share keys and values. phi is a softmax. Another map over n tokens is divided by n, and the
     sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431). The switch .stream cuts the stream itself
@@ -600,6 +586,8 @@ class Heads(nn.Module):
     initial: dict[str, Normal | float | Tensor] = {}
     causal = False  # as in ops.Mask
     window = 0
+    phi: Callable | None = None  # see ops.attention; None = softmax
+    cache = None  # decoding sets a KVCache
 
     def __init__(self, cfg: ModelConfig, reader: Reader):
         super().__init__()
@@ -608,8 +596,6 @@ class Heads(nn.Module):
         self.head_dim = D = cfg.head_size
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
-        self.phi: Callable | None = None  # of (scores, number of keys); None = softmax
-        self.cache = None  # decoding sets a KVCache
         self.gate = None
         self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
         self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
@@ -629,13 +615,13 @@ class Heads(nn.Module):
             self.q = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into", bias=cfg.qkv_bias)
 
     def make_slots(self, cfg: ModelConfig, keys: int = 1):
-        """Learned values, with `keys` keys each: n_slot for each key/value head, or with n_slot=0 so many that
-        they have as many parameters as an MLP."""
+        """n_slot slots for each key/value head: a learned value and its keys, of which a gated phi takes two. n_slot=0
+        means as many parameters as the MLP would have."""
         n = cfg.n_slot
         if n == 0:
             phi = "mlp" if self.reader.phi == "softmax" else self.reader.phi
             mlp = READER["p"]._replace(phi=phi, share=self.reader.share)
-            parameters = (1 + kind_of(cfg, mlp).inputs) * cfg.n_embd * hidden_units(cfg, mlp)
+            parameters = (1 + kind_of(cfg, mlp).arity) * cfg.n_embd * hidden_units(cfg, mlp)
             n = max(1, round(parameters / ((keys + 1) * self.n_kv_head * self.head_dim)))
         self.per_head = (*self.per_head, "slot_k", "slot_v")
         self.slot_k = nn.Parameter(torch.empty(self.n_kv_head, keys * n, self.head_dim))
@@ -699,15 +685,15 @@ class Attention(Heads):
         self.window = cfg.layer_window(layer)
         self.causal = cfg.objective != "masked"
         self.position = layer_position(cfg, layer)
-        self.mix = None
         self.make_projections(cfg, layer)
         if cfg.attn_gate == "head":
             self.gate = Linear(cfg, cfg.n_embd, self.n_head, "per_head")
         if cfg.attn_gate == "element":
             self.gate = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into")
-        if cfg.value_residual:
-            n = 2 if layer else 0  # the first layer's v is mixed into the others
-            self.mix = nn.ModuleList(Gain(0.5) for _ in range(n))
+        self.value_residual = cfg.value_residual
+        self.mix = None
+        if cfg.value_residual and layer > 0:
+            self.mix = nn.ModuleList([Gain(0.5), Gain(0.5)])  # of the layer's own v, and of the first layer's
         if reader.slots:
             self.make_slots(cfg)
 
@@ -716,10 +702,10 @@ class Attention(Heads):
         Hkv, D, G = self.n_kv_head, self.head_dim, self.n_head // self.n_kv_head
         self.qkv = None
         if self.reader.query == "heads":
-            self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (0, Hkv, (G * D, D, D)), cfg.qkv_bias)
+            self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (Hkv, (G * D, D, D)), cfg.qkv_bias)
         else:
             self.make_queries(cfg)
-            self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "into", (0, Hkv, (D, D)), cfg.qkv_bias)
+            self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "into", (Hkv, (D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions."""
@@ -729,7 +715,7 @@ class Attention(Heads):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        if self.mix is not None:
+        if self.value_residual:
             v = self.mixed(v, inputs.shared)
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
@@ -745,7 +731,7 @@ class Attention(Heads):
     def mixed(self, v: Tensor, shared: Shared) -> Tensor:
         """v, in all layers but the first mixed with the first layer's (arXiv:2410.17897)."""
         first = shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
-        if not self.mix:
+        if self.mix is None:
             return v
         own, other = self.mix
         return (own(v) + other(first)).to(v.dtype)
@@ -763,7 +749,7 @@ class CrossAttention(Heads):
         Hkv, D = self.n_kv_head, self.head_dim
         self.phi = over_tokens(cfg, reader)
         self.make_queries(cfg)
-        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (0, Hkv, (D, D)), cfg.qkv_bias)
+        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (Hkv, (D, D)), cfg.qkv_bias)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
@@ -811,9 +797,9 @@ class ShapedAttention(Attention):
         Hkv, D, G = self.n_kv_head, self.head_dim, self.n_head // self.n_kv_head
         if self.n_head * D != cfg.n_embd:
             refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
-        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (0, Hkv, (G * D, D)), cfg.qkv_bias)
-        std = self.qk.initial["weight"].std
-        self.qk.initial = {"weight": Normal(std, zero=G * D, period=(G + 1) * D), "bias": 0.0}  # W_Q = 0
+        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (Hkv, (G * D, D)), cfg.qkv_bias)
+        keys_alone = Normal(cfg.init_std, zero=G * D, period=(G + 1) * D)  # W_Q = 0
+        self.qk.initial = {"weight": keys_alone, "bias": 0.0}
         trained = cfg.simplified_value_proj
         self.value = with_role(nn.Identity(), "into")
         self.out = with_role(nn.Identity(), "out")
@@ -840,32 +826,34 @@ class ShapedAttention(Attention):
 
 def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
     """F: the reader's share of mlp_ratio * C (2/3 of it for gated kinds), or the units of one of its experts. It is a
-    multiple of 64 if C is, and every group of channels gets an equal slice."""
-    ratio = cfg.mlp_ratio
-    multiple = cfg.n_group
+    multiple of 64 if C is."""
     if reader.source == "experts":
-        ratio = cfg.expert_ratio or ratio / (cfg.n_expert_active + cfg.n_expert_shared)
-        multiple = 8  # as ops.grouped_linear is fast with
+        ratio = cfg.expert_ratio or cfg.mlp_ratio / (cfg.n_expert_active + cfg.n_expert_shared)
+        multiple = math.lcm(cfg.hidden_unit, 8)  # ops.grouped_linear is fast with multiples of 8
+    else:
+        ratio = cfg.mlp_ratio
+        multiple = math.lcm(cfg.hidden_unit, cfg.n_group)  # each group has as many
     width = ratio * reader.share * cfg.n_embd
-    if kind_of(cfg, reader).inputs == 2:
+    if kind_of(cfg, reader).arity == 2:
         width *= 2 / 3
-    multiple = math.lcm(cfg.hidden_unit, multiple)
     return max(multiple, round(width / multiple) * multiple)
 
 
 class MLP(nn.Module):
     """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
 
-    A gated kind's `up` has pieces of gates and of values in turn, so that tensor parallelism can cut between them. Each
-    of n_group groups reads a slice of the stream, and writes to it. A softmax is over the units of a group, with scores
-    divided by the root of their width. The switch .matrix adds a matrix W_O behind `down`.
+    With n_group > 1, each group of units reads a slice of the stream, and writes to it. A softmax is over the units of
+    a group, with scores divided by the root of their width. The switch .matrix adds a matrix W_O behind `down`.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
         super().__init__()
         C = cfg.n_embd
-        groups = 1 if hidden else cfg.n_group
-        hidden = hidden or hidden_units(cfg, reader)
+        groups = cfg.n_group
+        if hidden:  # given for an expert that all tokens read
+            groups = 1
+        else:
+            hidden = hidden_units(cfg, reader)
         if C % groups:
             refuse(cfg, "n_group n_embd", "set n_group to a divisor of n_embd")
         self.reader = reader
@@ -875,13 +863,13 @@ class MLP(nn.Module):
             unit = hidden // groups  # a softmax needs all units of its group
         if reader.phi == "softmax":
             self.phi = lambda scores: (scores * (C // groups) ** -0.5).softmax(-1)
-        self.pieces = (unit,) * arity
+        self.pieces = (unit,) * arity  # see activations
         self.q = nn.Identity()  # the stream itself is the query
         self.out = nn.Identity()
         if groups == 1:
-            self.up = Linear(cfg, C, hidden * arity, "into", (0, hidden // unit, self.pieces))
+            self.up = Linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
             self.down = Linear(cfg, hidden, C, "out")
-        else:  # tensor parallelism cuts the slices, as it cuts heads
+        else:
             self.up = GroupedLinear(cfg, groups, C, "into", self.pieces)
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
             self.q.role = "into"
@@ -895,7 +883,8 @@ class MLP(nn.Module):
 
 
 def activations(phi: Callable, pieces: Shape, scores: Tensor) -> Tensor:
-    """phi of the scores (..., units), which hold pieces of these sizes in turn: gates and values, if phi is gated."""
+    """phi of the scores (..., units). Those of a gated kind are a piece of gates, a piece of values, and so on, so that
+    tensor parallelism can cut between them: pieces has the sizes of the two."""
     parts = scores.unflatten(-1, (-1, sum(pieces))).split(pieces, dim=-1)  # each (..., F / unit, unit)
     return phi(*parts).flatten(-2)
 
@@ -953,7 +942,7 @@ class Experts(nn.Module):
         self.phi, arity = kind_of(cfg, reader)
         self.pieces = (cfg.hidden_unit,) * arity
         self.router = Linear(cfg, C, cfg.n_expert, "router")
-        self.up = ExpertLinear(cfg, C, hidden * arity, "into", (0, hidden // cfg.hidden_unit, self.pieces))
+        self.up = ExpertLinear(cfg, C, hidden * arity, "into", (hidden // cfg.hidden_unit, self.pieces))
         self.down = ExpertLinear(cfg, hidden, C, "out")
         self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
@@ -996,6 +985,38 @@ def routing(p: Tensor, chosen: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks
+
+
+class Neighbours(nn.Module):
+    """The n > 0 tokens before each one. A module that reads them holds one, and so declares how far it reads: decoding
+    gives it a cache of n rows, and context parallelism the rows of other processes."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.reach = n
+        self.cache = None  # decoding sets a RowCache
+
+    def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
+        """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
+        rows, place = self.rows(x, inputs)
+        return [ops.earlier(rows, i, self.reach, place).flatten(-3, -2) for i in range(self.reach + 1)]
+
+    def rows(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Maybe]:
+        """`pieces` of x, and inputs.place in their shape, (B, ..., P, T/P, 1)."""
+        rows = self.pieces(x)
+        place = inputs.place
+        if place is not None:
+            place = place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
+        return rows, place
+
+    def pieces(self, x: Tensor) -> Tensor:
+        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). P is 1, or 2 with context
+        parallelism."""
+        if self.cache:
+            rows = self.cache.extend(x)
+        else:
+            rows = F.pad(x, (0, 0, self.reach, 0))
+        return rows.unsqueeze(-3)
 
 
 class Convolution(nn.Module):
@@ -1142,18 +1163,16 @@ class Stack(nn.Module):
         self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
-        self.position_table = POSITION[cfg.pos][1](cfg).table  # of an instance that is no submodule
+        self.position_table = partial(POSITION[cfg.pos][1].table, cfg)
 
     def inputs(
         self, idx: Tensor, t: Tensor, x: Tensor, docs: Tensors | None = None, memory: Maybe = None,
         memory_docs: Tensors | None = None,
     ) -> Inputs:  # fmt: skip
         """What the blocks read besides the stream x (B, T, C) of the tokens idx (B, T) at t (T,)."""
+        table = self.position_table(t, torch.promote_types(x.dtype, torch.float32))
         place = None if docs is None else positions_in(docs, t)
-        return Inputs(self.table(t, x), docs, memory, memory_docs, idx, place)
-
-    def table(self, t: Tensor, x: Tensor) -> Tensors:
-        return self.position_table(t, torch.promote_types(x.dtype, torch.float32))
+        return Inputs(table, docs, memory, memory_docs, idx, place)
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
         x = self.first_norm(x).to(x.dtype)
@@ -1178,7 +1197,7 @@ class Model(Stack):
             refuse(cfg, "vocab_size", "this means the data's, and here there is no data; set it")
         check_layer(cfg)
         super().__init__(cfg)
-        self.wte = with_role(embedding(cfg, cfg.vocab_rows), "vocab")
+        self.wte = embedding(cfg, cfg.vocab_rows, "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
         self.head = with_role(EmptyLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
         self.head.initial = {"weight": Normal(cfg.init_std)}
@@ -1248,17 +1267,17 @@ class Model(Stack):
             raise ValueError("objective=seq2seq needs a source, and other models read none")
         if source is None:
             return None
-        return self.hidden(source, docs=docs, stack=self.encoder)
+        x, t = self.embed(source, 0, docs)
+        return self.encoder.through_blocks(x, self.encoder.inputs(source, t, x, docs))
 
     def hidden(
         self, idx: Tensor, start: int = 0, docs: Tensors | None = None, memory: Maybe = None,
-        memory_docs: Tensors | None = None, stack: Stack | None = None,
+        memory_docs: Tensors | None = None,
     ) -> Tensor:  # fmt: skip
-        """idx (B, T), whose first token has position `start` -> the stream that the head reads, or with stack=encoder
-        the cross-attention, (B, T, C). docs and memory_docs as in a Mask."""
-        stack = stack or self
+        """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C). docs and
+        memory_docs as in a Mask."""
         x, t = self.embed(idx, start, docs)
-        return stack.through_blocks(x, stack.inputs(idx, t, x, docs, memory, memory_docs))
+        return self.through_blocks(x, self.inputs(idx, t, x, docs, memory, memory_docs))
 
     def embed(self, idx: Tensor, start: int, docs: Tensors | None = None) -> Tensors:
         """idx (B, T), whose first token has position `start` -> the stream (B, T, C), positions (T,)."""
@@ -1354,15 +1373,15 @@ def check_initial(model: nn.Module):
         for name, p in module.named_parameters(recurse=False):
             if p.dim() == 0:
                 raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
+            fault = ""
             if name not in declared:
                 fault = "begins with no declared values;"
             elif p._version > 0 and not draws(module):
                 fault = "is written in __init__; instead,"
-            else:
-                continue
-            value = "Normal(0.02)" if p.dim() > 1 else "0.0"
-            kind = type(module).__name__
-            raise ValueError(f'{path}.{name} {fault} give its {kind} an initial = {{"{name}": {value}}}, or others')
+            if fault:
+                value = "Normal(0.02)" if p.dim() > 1 else "0.0"
+                remedy = f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or others'
+                raise ValueError(f"{path}.{name} {fault} {remedy}")
         for name, value in declared.items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")

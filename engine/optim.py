@@ -81,7 +81,7 @@ class Muon:
         W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
 
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
-    singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (dim, groups,
+    singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (groups,
     sizes) of model.Linear's `fused`. With owners, ranks share the weights: each rank has the momentum of its part, and
     only a weight's owner orthogonalises its update. dtype is that of the run's matrix products, see `iteration_dtype`.
     """
@@ -139,12 +139,10 @@ class Muon:
 
 def logical_matrices(x: Tensor, fused: Fused | None) -> Iterator[tuple[Tensor, tuple[int, int]]]:
     """The logical matrices of a weight, or of its update, as views whose groups are apart, and their shapes."""
-    dim, groups, sizes = fused or (0, 1, (x.size(-2),))
+    groups, sizes = fused or (1, (x.size(-2),))
     for matrix in x.reshape(-1, *x.shape[-2:]):  # experts have a matrix each
-        for piece in matrix.unflatten(dim, (groups, sum(sizes))).split(sizes, dim + 1):
-            shape = [*matrix.shape]
-            shape[dim] = groups * piece.size(dim + 1)
-            yield piece, tuple(shape)
+        for piece in matrix.unflatten(0, (groups, sum(sizes))).split(sizes, 1):
+            yield piece, (groups * piece.size(1), piece.size(2))
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:

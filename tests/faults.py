@@ -55,8 +55,8 @@ engine/decode.py: Texts beyond block_size are cropped to one token less than the
 tests/model/test_model.py::test_grid
 
 model.py: The encoder's positions do not begin anew with each document under doc_positions.
-- x, t = self.embed(idx, start, docs)
-+ x, t = self.embed(idx, start, docs if stack is self else None)
+- x, t = self.embed(source, 0, docs)
++ x, t = self.embed(source, 0)
 tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
 
 model.py: Cross-attention sees the memory of all documents under doc_mask.
@@ -70,8 +70,8 @@ model.py: Query heads of simplified blocks read the keys of another group under 
 tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices
 
 model.py: Llama 3's scaling of RoPE scales wavelengths between the two limits all or not at all.
-- kept = ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
-+ kept = ((original * f / math.tau - low) / (high - low)).round().clamp(0, 1)
+- return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
++ return ((original * f / math.tau - low) / (high - low)).round().clamp(0, 1)
 tests/model/test_references.py::test_model_equals_hugging_face[llama31]
 
 engine/optim.py: The cosine counts the warm-up as part of its way, so the rate jumps down when the warm-up ends.
@@ -285,8 +285,8 @@ engine/parallel/sharded.py: The tied weight, which both ends of a pipeline have,
 tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
 
 model.py: What __init__ writes into a layer of ours, such as nn.init.zeros_, is replaced without a word.
-- if p._version > 0 and not draws(module):
-+ if p._version > 1 and not draws(module):
+- if p._version > 0 and not drawn:
++ if p._version > 1 and not drawn:
 tests/model/test_initial.py::test_other_values_are_refused_by_name
 
 ops.py: Masks are 0 * -inf, which is NaN.
@@ -300,8 +300,8 @@ model.py: RoPE is applied to the queries alone.
 tests/model/test_references.py::test_model_equals_hugging_face[llama]
 
 model.py: ALiBi is listed, but nothing is added to the scores.
-- slope = alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None]
-+ slope = 0 * alibi_slopes(self.cfg.n_head, t.device).to(dtype)[:, None]
+- slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
++ slope = 0 * alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
 tests/model/test_ops.py::test_attention_equals_naive_attention
 
 ops.py: The centring matrix of shaped attention is not masked causally, so the future leaks.

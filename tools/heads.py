@@ -115,7 +115,7 @@ def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: 
     queries = query_rows(pool, x, inputs, q[:, :, [position]])  # (1, H, C + 1, D)
     placed = queries
     if context:
-        table = pool.position.table(torch.tensor([position], device=x.device), x.dtype)
+        table = tuple(entry[..., position : position + 1, :] for entry in inputs.table)
         placed, _, _ = pool.position(queries, queries, queries, table)  # (1, H, C + 1, E)
     _, k, v = pool.position(pool.q_norm(q), pool.k_norm(k), v, inputs.table if context else ())
     first, end = visible(pool, position, k.size(2))

@@ -169,8 +169,8 @@ def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: 
     """Replace the model's parameters by the rank-th of n slices, each along its dimension in cuts, if it has one."""
     for name, module in model.named_modules():
         fused = getattr(module, "fused", None)
-        if fused and fused[1] % n and not isinstance(module, GroupedLinear):  # whose groups are cut
-            raise ValueError(f"tp={n} does not divide the {fused[1]} groups of rows of {name}; set another tp")
+        if fused and fused[0] % n and not isinstance(module, GroupedLinear):  # whose groups are cut
+            raise ValueError(f"tp={n} does not divide the {fused[0]} groups of rows of {name}; set another tp")
     for name, dim in cuts.items():
         if dim is not None:
             keep_slice(model, name, dim, rank, n)
@@ -207,9 +207,7 @@ def lookup(model: nn.Module, rank: int, group: ProcessGroup, idx: Tensor) -> Ten
 
 def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The table of positions, with only the rows of this rank's heads."""
-    entries = table(t, dtype)
-    count = table.__self__.head_entries
-    return (*(x.chunk(n)[rank] for x in entries[:count]), *entries[count:])
+    return tuple(x.chunk(n)[rank] if x.dim() == 3 else x for x in table(t, dtype))
 
 
 def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:

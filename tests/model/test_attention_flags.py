@@ -56,7 +56,7 @@ def test_a_gate_of_elements_is_that_of_qwen3_next():
     angle = torch.cat((angle, angle), dim=1)
     mask = torch.zeros(1, 1, T, T, dtype=x.dtype).masked_fill(FUTURE, -math.inf)
     expected, _ = theirs(x, (angle.cos()[None], angle.sin()[None]), mask)
-    got = call(ours, weights, x, Inputs(Model(cfg).double().table(t, x)))
+    got = call(ours, weights, x, Model(cfg).double().inputs(None, t, x))
     assert_same(got, expected, trained(theirs) | {"x": x}, ROUNDED)
 
 

@@ -25,7 +25,7 @@ SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=
 def experts(**flags) -> Experts:
     """Experts with random numbers, in float64."""
     cfg = ModelConfig(**SIZE | flags)
-    gated = MLP_KIND[cfg.mlp].inputs
+    gated = MLP_KIND[cfg.mlp].arity
     cfg.expert_ratio = WIDTH / C * (1.5 if gated == 2 else 1)
     return random(Experts(cfg, 0, READER["e"]))
 
@@ -79,8 +79,8 @@ def by_token(m: Experts, mlp: str, x: torch.Tensor) -> torch.Tensor:
         y = 0
         for e in best:
             up = m.up.weight[e] @ token + (0 if m.up.bias is None else m.up.bias[e])
-            pieces = up.view(-1, MLP_KIND[mlp].inputs).unbind(1)  # of one unit
-            down = m.down.weight[e] @ MLP_KIND[mlp].f(*pieces)
+            pieces = up.view(-1, MLP_KIND[mlp].arity).unbind(1)  # of one unit
+            down = m.down.weight[e] @ MLP_KIND[mlp].phi(*pieces)
             y = y + p[e] / total * (down + (0 if m.down.bias is None else m.down.bias[e]))
         out.append(y)
     return torch.stack(out).view_as(x)

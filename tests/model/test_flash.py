@@ -217,7 +217,7 @@ def test_compiled_models_compute_the_same(flash):
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     (x,) = leaves((2, LENGTH, 16))
-    table = model.table(torch.arange(LENGTH), x)
+    table = model.position_table(torch.arange(LENGTH), torch.float64)
     for n in (2, 4, 8, 16):
         numbers = torch.arange(LENGTH).expand(2, -1) * n // LENGTH
         inputs = Inputs(table, with_boundaries(numbers, numbers))

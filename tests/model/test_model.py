@@ -468,10 +468,11 @@ def test_alibi_slopes(n):
 
 def test_alibi_columns_are_exact_far_out_in_bfloat16():
     """Two columns hold j exactly to 65,535 in bfloat16; scores of neighbours still differ by the slope."""
-    alibi = M.Alibi(ModelConfig(n_head=8, n_embd=8 * 64))
+    cfg = ModelConfig(n_head=8, n_embd=8 * 64)
+    alibi = M.Alibi(cfg)
     t = torch.tensor([40000, 40001, 40200])
     q = torch.zeros(1, 8, 3, 64, dtype=torch.bfloat16)
-    Q, K, _ = alibi(q, q, q, alibi.table(t, torch.bfloat16))
+    Q, K, _ = alibi(q, q, q, alibi.table(cfg, t, torch.bfloat16))
     scores = (Q[:, :, :1].double() @ K.double().mT)[0, :, 0] / 8  # (H, S), sqrt(D) = 8
     difference = scores - scores[:, :1]
     expected = M.alibi_slopes(8)[:, None] * torch.tensor([0.0, 1.0, 200.0])

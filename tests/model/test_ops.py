@@ -27,8 +27,9 @@ def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
     B, H, D = 2, 6, 4
     q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
     slopes = M.alibi_slopes(H).double() if alibi else None
-    position = M.Alibi(ModelConfig(n_head=H, n_embd=H * D)) if alibi else M.AttentionPosition(ModelConfig())
-    table = position.table(torch.arange(S), torch.float64)
+    cfg = ModelConfig(n_head=H, n_embd=H * D)
+    position = (M.Alibi if alibi else M.AttentionPosition)(cfg)
+    table = position.table(cfg, torch.arange(S), torch.float64)
     Q, K, V = position(F.pad(q, (0, 0, S - T, 0)), k, v, table)  # every query's own position, then the last T of them
     got = attention(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
     assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
