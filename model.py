@@ -438,15 +438,8 @@ def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
 # Linear layers
 
 
-class EmptyLinear(nn.Linear):
-    """nn.Linear whose values only Model.init_weights draws: the head, and the base class of all other linear layers."""
-
-    def reset_parameters(self):
-        pass
-
-
-class Linear(EmptyLinear):
-    """A linear layer within a block, whose weight may store several matrices.
+class Linear(nn.Linear):
+    """A linear layer, whose weight may store several matrices.
 
     fused = (groups, sizes): (Hkv, (G D, D, D)) says that the rows are, for each of Hkv groups, G D of q, D of k and D
     of v, so that there are three matrices; None = one. Muon orthogonalizes each matrix alone, and tensor parallelism
@@ -455,14 +448,17 @@ class Linear(EmptyLinear):
 
     read_share = Fraction(1)  # of the weight, by a token
 
-    def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=False):
-        super().__init__(n_in, n_out, cfg.bias or bias)
+    def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=None):
+        super().__init__(n_in, n_out, cfg.bias if bias is None else bias)
         self.role = role
         self.fused = fused
         std = cfg.init_std
         if role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified"):
             std /= math.sqrt(cfg.outputs)  # keeps the variance of the stream, a sum of so many terms, from growing
         self.initial = {"weight": Normal(std), "bias": 0.0}
+
+    def reset_parameters(self):
+        pass
 
 
 class GroupedLinear(Linear):
@@ -486,8 +482,7 @@ class NearIdentity(Linear):
     """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
 
     def __init__(self, cfg: ModelConfig, role: str):
-        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role)
-        self.bias = None
+        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role, bias=False)
         self.initial = {"weight": 0.0}
         self.skip = Gain(1.0)
         self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
@@ -593,6 +588,7 @@ class Heads(nn.Module):
         super().__init__()
         self.reader = reader
         self.n_head, self.n_kv_head = heads_of(cfg, reader)
+        self.group = self.n_head // self.n_kv_head  # query heads that share keys and values
         self.head_dim = D = cfg.head_size
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
@@ -608,11 +604,12 @@ class Heads(nn.Module):
         if reader.out == "matrix":
             self.out = Linear(cfg, width, cfg.n_embd, "out")
 
-    def make_queries(self, cfg: ModelConfig):
-        """The layer between the stream and the queries."""
-        self.q = with_role(nn.Identity(), "into")
-        if self.reader.query == "heads":
-            self.q = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into", bias=cfg.qkv_bias)
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
+        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
+        return self.out(y.flatten(2))  # (B, T, C)
 
     def make_slots(self, cfg: ModelConfig, keys: int = 1):
         """n_slot slots for each key/value head: a learned value and its keys, of which a gated phi takes two. n_slot=0
@@ -629,12 +626,17 @@ class Heads(nn.Module):
         std = cfg.init_std * math.sqrt(cfg.n_embd)  # as a normed stream's keys
         self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
 
-    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
-        y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
-        if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
-        return self.out(y.flatten(2))  # (B, T, C)
+    def projection(self, cfg: ModelConfig, role: str, *sizes: int) -> Linear:
+        """A layer that makes, for each key/value head, so many heads of queries, of keys and of values."""
+        rows = tuple(n * self.head_dim for n in sizes)
+        groups = self.n_kv_head
+        return Linear(cfg, cfg.n_embd, groups * sum(rows), role, (groups, rows), cfg.bias or cfg.qkv_bias)
+
+    def make_queries(self, cfg: ModelConfig):
+        """The layer between the stream and the queries."""
+        self.q = with_role(nn.Identity(), "into")
+        if self.reader.query == "heads":
+            self.q = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into", bias=cfg.bias or cfg.qkv_bias)
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, T, D)."""
@@ -642,7 +644,7 @@ class Heads(nn.Module):
         return self.split(self.q(x), 1)[0]
 
     def split(self, x: Tensor, *sizes: int) -> Tensors:
-        """(B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
+        """A projection's result (B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
         heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
@@ -699,19 +701,18 @@ class Attention(Heads):
 
     def make_projections(self, cfg: ModelConfig, layer: int):
         """The layers that make q, k and v from x."""
-        Hkv, D, G = self.n_kv_head, self.head_dim, self.n_head // self.n_kv_head
         self.qkv = None
         if self.reader.query == "heads":
-            self.qkv = Linear(cfg, cfg.n_embd, (G + 2) * Hkv * D, "into", (Hkv, (G * D, D, D)), cfg.qkv_bias)
+            self.qkv = self.projection(cfg, "into", self.group, 1, 1)
         else:
             self.make_queries(cfg)
-            self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "into", (Hkv, (D, D)), cfg.qkv_bias)
+            self.kv = self.projection(cfg, "into", 1, 1)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions."""
         if self.qkv is None:
             return self.queries(x), *self.split(self.kv(x), 1, 1)
-        return self.split(self.qkv(x), self.n_head // self.n_kv_head, 1, 1)
+        return self.split(self.qkv(x), self.group, 1, 1)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
@@ -746,10 +747,9 @@ class CrossAttention(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
         super().__init__(cfg, reader)
-        Hkv, D = self.n_kv_head, self.head_dim
         self.phi = over_tokens(cfg, reader)
         self.make_queries(cfg)
-        self.kv = Linear(cfg, cfg.n_embd, 2 * Hkv * D, "memory", (Hkv, (D, D)), cfg.qkv_bias)
+        self.kv = self.projection(cfg, "memory", 1, 1)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
@@ -794,11 +794,11 @@ class ShapedAttention(Attention):
     per_head = ("alpha", "beta", "gamma")
 
     def make_projections(self, cfg: ModelConfig, layer: int):
-        Hkv, D, G = self.n_kv_head, self.head_dim, self.n_head // self.n_kv_head
+        D = self.head_dim
         if self.n_head * D != cfg.n_embd:
             refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
-        self.qk = Linear(cfg, cfg.n_embd, (G + 1) * Hkv * D, "into", (Hkv, (G * D, D)), cfg.qkv_bias)
-        keys_alone = Normal(cfg.init_std, zero=G * D, period=(G + 1) * D)  # W_Q = 0
+        self.qk = self.projection(cfg, "into", self.group, 1)
+        keys_alone = Normal(cfg.init_std, zero=self.group * D, period=(self.group + 1) * D)  # W_Q = 0
         self.qk.initial = {"weight": keys_alone, "bias": 0.0}
         trained = cfg.simplified_value_proj
         self.value = with_role(nn.Identity(), "into")
@@ -813,7 +813,7 @@ class ShapedAttention(Attention):
         self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        return *self.split(self.qk(x), self.n_head // self.n_kv_head, 1), *self.split(self.value(x), 1)
+        return *self.split(self.qk(x), self.group, 1), *self.split(self.value(x), 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
@@ -1199,8 +1199,7 @@ class Model(Stack):
         super().__init__(cfg)
         self.wte = embedding(cfg, cfg.vocab_rows, "vocab")
         self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = with_role(EmptyLinear(cfg.n_embd, cfg.vocab_rows, bias=False), "vocab")
-        self.head.initial = {"weight": Normal(cfg.init_std)}
+        self.head = Linear(cfg, cfg.n_embd, cfg.vocab_rows, "vocab", bias=False)
         self.encoder = None
         if cfg.objective == "seq2seq":
             flags = copy(cfg)
@@ -1370,13 +1369,15 @@ def check_initial(model: nn.Module):
     or a buffer: a model that is built in parts, without memory, would lose these values."""
     for path, module in model.named_modules():
         declared = getattr(module, "initial", {})
+        reset = getattr(module, "reset_parameters", None)
+        drawn = reset is not None and reset.__module__ != __name__  # by PyTorch, whose layers do so when they are made
         for name, p in module.named_parameters(recurse=False):
             if p.dim() == 0:
                 raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
             fault = ""
             if name not in declared:
                 fault = "begins with no declared values;"
-            elif p._version > 0 and not draws(module):
+            elif p._version > 0 and not drawn:
                 fault = "is written in __init__; instead,"
             if fault:
                 value = "Normal(0.02)" if p.dim() > 1 else "0.0"
@@ -1387,9 +1388,3 @@ def check_initial(model: nn.Module):
                 raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")
     for name, _ in model.named_buffers():
         raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")
-
-
-def draws(module: nn.Module) -> bool:
-    """Whether this layer is one of PyTorch, which writes into its parameters when it is made; ours do not."""
-    reset = getattr(type(module), "reset_parameters", None)
-    return reset is not None and reset.__module__ != __name__

@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-Slots = tuple[Tensor, Tensor] | None  # keys and values (Hkv, M, E) without position, which every query sees
-
 # Dtypes
 
 
@@ -62,25 +60,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             return RMSNormOfCPU.apply(x, weight, eps)
-        if x.dtype == weight.dtype:  # few calls: their number limits the speed of decoding
+        if x.dtype == weight.dtype:  # decoding, whose speed is limited by the number of calls
             n = x.size(-1)
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            length.hypot_(torch.scalar_tensor(math.sqrt(n * eps), dtype=x.dtype))
+            length.hypot_(torch.scalar_tensor(math.sqrt(n * eps), dtype=x.dtype))  # sqrt(|x|^2 + n eps)
             return (x * weight).div_(length).mul_(math.sqrt(n))
     with keeping_dtype(x):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def keeping_dtype(x: Tensor) -> AbstractContextManager:
-    """A context in which norms of x have its dtype: CUDA's autocast would compute and return them in float32."""
+    """A context in which norms of x have its dtype: CUDA's autocast would compute those of 16 bits in float32."""
     if x.dtype in (torch.float32, torch.float64):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 class RMSNormOfCPU(torch.autograd.Function):
-    """RMSNorm in few passes. The backward calls LayerNorm's kernel with a mean of 0, and adds the term that only
-    LayerNorm subtracts."""
+    """RMSNorm in few passes. Its gradient is that of LayerNorm with a mean of 0, whose kernel is fast, but for one
+    term: LayerNorm subtracts the mean of the gradient times the weight. The backward adds it again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,15 +103,14 @@ class RMSNormOfCPU(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x cos + (second half of x, first half of x) sin: x (B, H, T, D); cos and sin (T, D)."""
+    """x cos + (second half of x, first half of x) sin: x (B, H, T, D); cos and sin (T, D), whose first half of sin is
+    negative. In few passes."""
     if torch.is_grad_enabled():
         return Rotation.apply(x, cos, sin)
     return (x * cos).addcmul_(x.roll(x.size(-1) // 2, -1), sin)  # another pass, but fewer calls, for decoding
 
 
 class Rotation(torch.autograd.Function):
-    """rotate in two passes."""
-
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -130,8 +127,8 @@ class Rotation(torch.autograd.Function):
 
 
 def earlier(rows: Tensor, i: int, n: int, place: Tensor | None = None) -> Tensor:
-    """Rows (..., n + T, C) -> the i-th row before each of the last T, (..., T, C). With the place (..., T, 1) of tokens
-    in their documents, 0 stands for rows of another one."""
+    """Rows (..., n + T, C) -> the i-th row before each of the last T, (..., T, C). place (..., T, 1), if given, holds
+    the position of each row in its document; where the i-th row before belongs to another one, the result is 0."""
     row = rows[..., n - i : rows.size(-2) - i, :]
     if place is None:
         return row
@@ -216,7 +213,8 @@ def dropped(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
     limit = min(round(p * 2**16), 2**16 - 1)
     n = x.numel()
-    bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    words = torch.empty(math.ceil(n / 4), dtype=torch.int64).random_(-(2**63), None)
+    bits = words.view(torch.int16)  # of four elements each
     kept = (bits[:n] >= limit - 2**15).view(x.shape)
     return x * kept.to(x.dtype).mul_(2**16 / (2**16 - limit))
 
@@ -308,7 +306,7 @@ class Mask(NamedTuple):
     causal: bool = True
     window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
     # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, the `boundaries` of both.
-    docs: tuple[Tensor, ...] | None = None
+    docs: tuple[Tensor, ...] | None = None  # the boundaries are for the kernel `varlen` alone
 
     def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """lo and hi, each (T,), or (B, T) with docs."""
@@ -371,14 +369,15 @@ def attention_kernel(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0, slots: Slots = None,
-    strips: Callable | None = None, phi: Callable | None = None,
+    q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, softcap=0.0, dropout=0.0,
+    slots: tuple[Tensor, Tensor] | None = None, strips: Callable | None = None, phi: Callable | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
 
-    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. strips is
-    strip_attention, perhaps wrapped so that torch.compile leaves it out. phi(scores (..., T, S), n (..., T, 1)), where
-    n is the number of keys that a query sees, replaces the softmax. It is 0 for large negative scores.
+    q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. slots are
+    keys and values (Hkv, M, E) that every query sees. strips is strip_attention, perhaps wrapped so that torch.compile
+    leaves it out. phi(scores (..., T, S), n (..., T, 1)), where n is the number of keys that a query sees, replaces the
+    softmax. It is 0 for large negative scores.
     """
     T = q.size(2)
     if T == 1 and mask.causal and mask.docs is None:  # the only query is the last one
@@ -388,7 +387,12 @@ def attention(
     S = k.size(2)
     if mask.window >= S:
         mask = mask._replace(window=0)
-    k, v, M = behind_slots(slots, k, v)
+    M = 0
+    if slots is not None:
+        slot_k, slot_v = (x.expand(len(k), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
+        M = slot_k.size(2)
+        k = torch.cat((slot_k, k), dim=2)  # (B, Hkv, M + S, E)
+        v = torch.cat((slot_v, v), dim=2)
     device = q.device.type
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
     mapped = softcap > 0 or phi is not None
@@ -407,14 +411,6 @@ def attention(
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)
-
-
-def behind_slots(slots: Slots, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Keys and values of M slots, then those of tokens, each (B, Hkv, M + S, E), and M."""
-    if slots is None:
-        return k, v, 0
-    slot_k, slot_v = (x.expand(len(k), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
-    return torch.cat((slot_k, k), dim=2), torch.cat((slot_v, v), dim=2), slot_k.size(2)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -535,8 +531,8 @@ class JoinedAttention(torch.autograd.Function):
 
 def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: int, rows: int) -> Tensor:
     """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. All queries see the first `slots`
-    keys. Several strips are recomputed in the backward; a single one is not. mask has the fields of a Mask:
-    torch.compile passes no named tuple between its graphs."""
+    keys, which have the numbers -slots ... -1. Several strips are recomputed in the backward; a single one is not. mask
+    has the fields of a Mask: torch.compile passes no named tuple between its graphs."""
     mask = Mask(*mask)
     T = q.size(2)
     S = k.size(2) - slots
@@ -547,7 +543,7 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
     out = []
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        first = -slots  # the number of the first key, where the first one behind the slots is 0
+        first = -slots
         last = S
         if mask.window and not slots:
             first = max(0, S - T + i - mask.window + 1)
@@ -692,7 +688,7 @@ def chunk_loss(
     if not gradient:
         return total, None
     if z_loss:
-        log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True)
+        log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True)  # z - log_p, in every column
         p = log_p.exp_().mul_(1 + 2 * z_loss * log_normaliser)
     else:
         p = log_p.exp_()
