@@ -252,7 +252,8 @@ class SinusoidalEmbedding(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         C = x.size(-1)
         angle = t[..., None] * frequencies(C // 2, 10000.0, t.device)  # (..., T, C/2)
-        return x * math.sqrt(C) + torch.cat((angle.sin(), angle.cos()), dim=-1).to(x.dtype)
+        waves = torch.cat((angle.sin(), angle.cos()), dim=-1)
+        return x * math.sqrt(C) + waves.to(x.dtype)
 
 
 def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
@@ -385,10 +386,12 @@ class Alibi(AttentionPosition):
         slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
         far = (t // 256).to(dtype)  # (T,)
         near = (t % 256).to(dtype)
-        columns = (256 * slope).expand(-1, len(t)), slope.expand(-1, len(t)), 256 * slope * far, slope * near
-        of_queries = torch.stack(columns, dim=-1)  # (H, T, 4)
-        of_keys = torch.stack((far, near), dim=-1)  # (T, 2)
-        return F.pad(of_queries, (0, zeros_behind(D))), F.pad(of_keys, (0, 2 + zeros_behind(D)))  # each (..., E - D)
+        one = torch.ones_like(far)
+        zero = torch.zeros_like(far)
+        of_queries = torch.stack((256 * slope * one, slope * one, 256 * slope * far, slope * near), dim=-1)  # (H, T, 4)
+        of_keys = torch.stack((far, near, zero, zero), dim=-1)  # (T, 4)
+        end = (0, zeros_behind(D))
+        return F.pad(of_queries, end), F.pad(of_keys, end)  # each (..., E - D)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         of_queries, of_keys = (columns.to(q.dtype) for columns in table)
@@ -410,8 +413,9 @@ def zeros_behind(D: int) -> int:
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
     """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: the slopes of the power p below, then half of 2p's."""
     p = 2 ** int(math.log2(n_head))
-    i = torch.arange(n_head, device=device)
-    return torch.exp2(-8 * torch.where(i < p, (i + 1) / p, (2 * (i - p) + 1) / (2 * p)))
+    of_power = torch.arange(1, p + 1, device=device) / p
+    of_rest = (2 * torch.arange(n_head - p, device=device) + 1) / (2 * p)
+    return torch.exp2(-8 * torch.cat((of_power, of_rest)))
 
 
 POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
@@ -593,8 +597,9 @@ class Heads(nn.Module):
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
         self.gate = None
-        self.q_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
-        self.k_norm = with_role(RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity(), "whole")
+        head_norm = RMSNorm if cfg.qk_norm else nn.Identity
+        self.q_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
+        self.k_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
         self.position = AttentionPosition(cfg)
         width = self.n_head * D
         if width != cfg.n_embd and (reader.query == "stream" or reader.out == "none"):
@@ -722,7 +727,8 @@ class Attention(Heads):
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
             k, v = self.cache.extend(k, v)  # (B, heads, S, E)
-        y = self.attend(q, k, v, Mask(self.causal, self.window, inputs.docs))[..., : self.head_dim]
+        mask = Mask(self.causal, self.window, inputs.docs)
+        y = self.attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots == "own_slots":
             slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
             # Not self.attend, which context parallelism replaces: slots are not divided
@@ -777,7 +783,8 @@ class Slots(Heads):
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""
         q = self.queries(x)
-        k, v = (slot.to(q.dtype).expand(len(q), -1, -1, -1) for slot in (self.slot_k, self.slot_v))
+        k = self.slot_k.to(q.dtype).expand(len(q), -1, -1, -1)
+        v = self.slot_v.to(q.dtype).expand(len(q), -1, -1, -1)
         return q, k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
@@ -813,7 +820,9 @@ class ShapedAttention(Attention):
         self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        return *self.split(self.qk(x), self.group, 1), *self.split(self.value(x), 1)
+        q, k = self.split(self.qk(x), self.group, 1)
+        (v,) = self.split(self.value(x), 1)
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
@@ -879,7 +888,8 @@ class MLP(nn.Module):
             self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        return self.out(self.down(activations(self.phi, self.pieces, self.up(self.q(x)))))
+        hidden = activations(self.phi, self.pieces, self.up(self.q(x)))  # (B, T, F)
+        return self.out(self.down(hidden))
 
 
 def activations(phi: Callable, pieces: Shape, scores: Tensor) -> Tensor:
@@ -973,7 +983,8 @@ class Experts(nn.Module):
 
     def read(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
-        return self.down(activations(self.phi, self.pieces, self.up(rows, ends)), ends)
+        hidden = activations(self.phi, self.pieces, self.up(rows, ends))  # (N, F)
+        return self.down(hidden, ends)
 
 
 def routing(p: Tensor, chosen: Tensor) -> Tensor:
@@ -1083,7 +1094,8 @@ def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
     """The sums that a string describes: that of --layer, or of STRING in flags.py."""
     sums = []
     for readers in cfg.sums(layer):
-        sums.append(Sum(cfg, **{reader.name: make_reader(cfg, layer, reader) for reader in readers}))
+        modules = {reader.name: make_reader(cfg, layer, reader) for reader in readers}
+        sums.append(Sum(cfg, **modules))
     return sums
 
 
