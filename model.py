@@ -129,21 +129,6 @@ class ModelConfig(LayerFlags):
         return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
 
-# What every module declares, because a process may hold only a part of a model, which is made without memory at first:
-#
-# initial   what its parameters begin with: a number, a tensor, or Normal(std) for draws from N(0, std), of which the
-#           first `zero` of every `period` rows are 0 instead (a part of a fused matrix). Model.init_weights fills them.
-# role      how tensor parallelism cuts its parameters, whether Muon trains them, and which std its weights begin with;
-#           docs/hacking.md has the table. An identity has a role where processes exchange something.
-
-Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
-
-
-def with_role(module: nn.Module, role: str) -> nn.Module:
-    module.role = role
-    return module
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Norms
 
@@ -179,6 +164,21 @@ class RMSNormEpsOutside(RMSNorm):
         wide = ops.at_least_float32(x)
         rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / math.sqrt(x.size(-1))
         return (wide / (rms + self.eps) * self.weight).to(x.dtype)
+
+
+# Modules declare two things about themselves:
+#
+# initial   what their parameters begin with, which Model.init_weights fills in, as a model may be made without memory
+#           and in parts: a number, a tensor, or Normal(std) for draws from N(0, std), of which the first `zero` of
+#           every `period` rows are 0 instead (a part of a fused matrix).
+# role      how tensor parallelism cuts their parameters, whether Muon trains them, and which std they begin with: the
+#           table is in docs/hacking.md. An identity has a role if processes exchange something there.
+Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
+
+
+def with_role(module: nn.Module, role: str) -> nn.Module:
+    module.role = role
+    return module
 
 
 NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {

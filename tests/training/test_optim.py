@@ -39,7 +39,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         cfg = ModelConfig(bias=True)
-        self.norm, self.qkv = nn.LayerNorm(8), Linear(cfg, 8, 16, "into", (0, 2, (4, 2, 2)))
+        self.norm, self.qkv = nn.LayerNorm(8), Linear(cfg, 8, 16, "into", (2, (4, 2, 2)))
         self.out = Linear(cfg, 8, 8, "out")
         for layer in (self.qkv, self.out):  # whose weights a Model would draw
             nn.Linear.reset_parameters(layer)
