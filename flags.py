@@ -201,8 +201,9 @@ READER = {  # letter -> what it stands for without switches
     "p": Reader("mlp", "parameters", query="stream", phi="mlp", out="none"),
     "e": Reader("experts", "experts", query="stream", phi="mlp", out="none"),
 }
-SWITCH = {"heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots"}
-SWITCH |= {"joint_slots": "slots"}  # any other switch is a phi
+SWITCH = {  # switch -> the choice that it makes; any other switch is a phi
+    "heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots", "joint_slots": "slots",
+}  # fmt: skip
 STRING = {"standard": "c,p", "parallel": "m,c+p"}  # --block -> its --layer
 Sums = tuple[tuple[Reader, ...], ...]  # of a layer: the readers of each sum
 
@@ -212,14 +213,17 @@ def parsed(string: str) -> Sums:
     """The readers of each sum of a layer. ValueError quotes what is no reader."""
     if len(string) > MOST:
         raise ValueError(f"the string of a layer has more than {MOST} characters; divide its readers among layers")
-    names, sums = Counter(), []
+    names = Counter()
+    sums = []
     for words in string.split(","):
         readers = []
         for word in words.split("+"):
             reader = parsed_reader(word)
             names[reader.name] += 1
             number = names[reader.name]
-            readers.append(reader if number == 1 else reader._replace(name=f"{reader.name}{number}"))
+            if number > 1:
+                reader = reader._replace(name=f"{reader.name}{number}")
+            readers.append(reader)
         sums.append(tuple(readers))
     return tuple(sums)
 

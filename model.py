@@ -1092,19 +1092,15 @@ class Sum(nn.Module):
 
 def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
     """The sums that a string describes: that of --layer, or of STRING in flags.py."""
+    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
     sums = []
     for readers in cfg.sums(layer):
-        modules = {reader.name: make_reader(cfg, layer, reader) for reader in readers}
+        modules = {}
+        for reader in readers:
+            kind = MLP if reader.dense else kinds[reader.source]  # an MLP's parameters are read without heads
+            modules[reader.name] = kind(cfg, layer, reader)
         sums.append(Sum(cfg, **modules))
     return sums
-
-
-def make_reader(cfg: ModelConfig, layer: int, reader: Reader) -> nn.Module:
-    """The module of a reader. The stream itself reads parameters in an MLP, heads of queries read them in Slots."""
-    if reader.dense:
-        return MLP(cfg, layer, reader)
-    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
-    return kinds[reader.source](cfg, layer, reader)
 
 
 def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:

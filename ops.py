@@ -339,15 +339,16 @@ def attention_kernel(
 ) -> str:
     """Name of the kernel for the attention of T queries to S keys and to slots. No kernel makes a (T, S) matrix.
 
-    kernel    when                                                              memory of scores and masks
-    full      all queries see all keys, or causal with T = S without slots      none: one fused call
-    window    causal, each query sees the last W keys                           a (W, 2W) mask; two fused calls
-    flash     `flash`, see takes_flash: a window, or causal with more keys      none: one fused call
-    varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
-    joined    on a CPU: causal with more keys                                   none: two fused calls
-    strips    none of the others: documents; slots beside a window              a (128, S) mask; a fused call per strip
+    kernel    when; the first row that fits                                     memory of scores and masks
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
+    full      all queries see all keys, or causal with T = S without slots      none: one fused call
+    strips    slots beside a window or documents                                a (128, S) mask; a fused call per strip
+    flash     `flash`, see takes_flash: a window, or causal with more keys      none: one fused call
+    varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
+    window    causal, each query sees the last W keys, with T = S               a (W, 2W) mask; two fused calls
+    joined    on a CPU: causal with more keys, all of them                      none: two fused calls
+    strips    all else                                                          a (128, S) mask; a fused call per strip
     """
     if mapped or (dropout and device == "cpu"):
         return "naive"
