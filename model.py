@@ -571,13 +571,27 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
     return int(reader.share * H), int(reader.share * Hkv)
 
 
+def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
+    """The map from scores (..., T, S), of queries that see n (..., T, 1) keys, to weights; None = softmax. A map over
+    tokens is divided by n, and the sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431)."""
+    phi, arity = kind_of(cfg, reader)
+    if phi is None:
+        return None
+    if reader.source == "parameters":  # slots: a gated phi has two keys for each value
+        return lambda scores, n: phi(*scores.chunk(arity, -1))
+    if arity == 2:
+        refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
+    if phi is torch.sigmoid:
+        return lambda scores, n: phi(scores - n.clamp(min=1).log())
+    return lambda scores, n: phi(scores) / n.clamp(min=1)
+
+
 class Heads(nn.Module):
     """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j. Its subclasses, one for each source of keys and
     values, make q, k and v in `project` and the sum in `read`.
 
-    G = H / Hkv query heads share keys and values. phi is a softmax. Another map over n tokens is divided by n, and the
-    sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431). The switch .stream cuts the stream itself
-    into queries, and .none leaves W_O out.
+    G = H / Hkv query heads share keys and values. The switch .stream cuts the stream itself into queries, and .none
+    leaves W_O out.
     """
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
@@ -585,7 +599,6 @@ class Heads(nn.Module):
     initial: dict[str, Normal | float | Tensor] = {}
     causal = False  # as in ops.Mask
     window = 0
-    phi: Callable | None = None  # see ops.attention; None = softmax
     cache = None  # decoding sets a KVCache
 
     def __init__(self, cfg: ModelConfig, reader: Reader):
@@ -594,6 +607,7 @@ class Heads(nn.Module):
         self.n_head, self.n_kv_head = heads_of(cfg, reader)
         self.group = self.n_head // self.n_kv_head  # query heads that share keys and values
         self.head_dim = D = cfg.head_size
+        self.phi = phi_of_heads(cfg, reader)
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
         self.gate = None
@@ -616,9 +630,10 @@ class Heads(nn.Module):
             y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
         return self.out(y.flatten(2))  # (B, T, C)
 
-    def make_slots(self, cfg: ModelConfig, keys: int = 1):
+    def make_slots(self, cfg: ModelConfig):
         """n_slot slots for each key/value head: a learned value and its keys, of which a gated phi takes two. n_slot=0
         means as many parameters as the MLP would have."""
+        keys = kind_of(cfg, self.reader).arity
         n = cfg.n_slot
         if n == 0:
             phi = "mlp" if self.reader.phi == "softmax" else self.reader.phi
@@ -641,12 +656,12 @@ class Heads(nn.Module):
         """The layer between the stream and the queries."""
         self.q = with_role(nn.Identity(), "into")
         if self.reader.query == "heads":
-            self.q = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into", bias=cfg.bias or cfg.qkv_bias)
+            self.q = self.projection(cfg, "into", self.group)
 
     def queries(self, x: Tensor) -> Tensor:
         """(B, H, T, D)."""
         x = x.to(ops.matmul_dtype(x))  # which autocast does not do where self.q is an identity
-        return self.split(self.q(x), 1)[0]
+        return self.split(self.q(x), self.group)[0]
 
     def split(self, x: Tensor, *sizes: int) -> Tensors:
         """A projection's result (B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
@@ -667,28 +682,11 @@ class Heads(nn.Module):
         return y[..., : v.size(3)]
 
 
-def over_tokens(cfg: ModelConfig, reader: Reader) -> Callable | None:
-    """phi of ops.attention for queries that see n tokens: phi(scores) / n, or sigmoid(scores - log n). None for a
-    softmax."""
-    phi, arity = kind_of(cfg, reader)
-    if arity == 2:
-        refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
-    if phi is None:
-        return None
-
-    def mean(scores: Tensor, n: Tensor) -> Tensor:  # (..., T, S), (..., T, 1)
-        n = n.clamp(min=1)
-        return phi(scores - n.log()) if phi is torch.sigmoid else phi(scores) / n
-
-    return mean
-
-
 class Attention(Heads):
     """Attention to the context: each query reads the tokens that the mask admits, perhaps with slots beside them."""
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
         super().__init__(cfg, reader)
-        self.phi = over_tokens(cfg, reader)
         self.window = cfg.layer_window(layer)
         self.causal = cfg.objective != "masked"
         self.position = layer_position(cfg, layer)
@@ -753,7 +751,6 @@ class CrossAttention(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
         super().__init__(cfg, reader)
-        self.phi = over_tokens(cfg, reader)
         self.make_queries(cfg)
         self.kv = self.projection(cfg, "memory", 1, 1)
 
@@ -774,11 +771,8 @@ class Slots(Heads):
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
         super().__init__(cfg, reader)
-        phi, arity = kind_of(cfg, reader)
-        if phi is not None:
-            self.phi = lambda scores, n: phi(*scores.chunk(arity, -1))  # (..., T, arity M) -> (..., T, M)
         self.make_queries(cfg)
-        self.make_slots(cfg, arity)
+        self.make_slots(cfg)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""

@@ -245,8 +245,8 @@ engine/interchange/config.py: Keys of a config.json that nothing reads are ignor
 tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[gpt2]
 
 model.py: The sigmoid over the context has no bias of -log n, so its weights do not sum to about one half.
-- phi(scores - n.log()) if phi is torch.sigmoid
-+ phi(scores) if phi is torch.sigmoid
+- phi(scores - n.clamp(min=1).log())
++ phi(scores)
 tests/model/test_pools.py
 
 flags.py: All layers have the readers of the first string of --layer.
