@@ -760,7 +760,11 @@ class CrossAttention(Heads):
         def pool() -> Tensors:
             return self.split(self.kv(inputs.memory), 1, 1)
 
-        return self.queries(x), *(self.cache.once(pool) if self.cache else pool())
+        if self.cache:
+            k, v = self.cache.once(pool)  # for all tokens that are decoded
+        else:
+            k, v = pool()
+        return self.queries(x), k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
@@ -1249,8 +1253,7 @@ class Model(Stack):
         doc_starts: Maybe = None, source_doc_starts: Maybe = None,
     ) -> Tensor:  # fmt: skip
         """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
-        # Without documents and an encoder, these four are None
-        own = documents(docs, docs, doc_starts, doc_starts)
+        own = documents(docs, docs, doc_starts, doc_starts)  # each is None if there are no documents
         of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
         memory = self.encode(source, of_source)
         of_memory = None

@@ -282,7 +282,7 @@ def linear_by_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class WithGradient(torch.autograd.Function):
-    """x; the gradient of `parameter` is `grad`, whatever the gradient of x."""
+    """x unchanged; the gradient of `parameter`, which is not in x, is `grad`, whatever that of x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, parameter: Tensor, grad: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ def attention(
     softmax. It is 0 for large negative scores.
     """
     T = q.size(2)
-    if T == 1 and mask.causal and mask.docs is None:  # the only query is the last one
+    if T == 1 and mask.causal and mask.docs is None:  # the only query is the last one: it sees the last W keys, or all
         k = k[:, :, -mask.window :]
         v = v[:, :, -mask.window :]
         mask = Mask(causal=False)
