@@ -376,9 +376,8 @@ def attention(
     """softmax(cap(q k^T / sqrt(D))) v over the keys that the mask admits, and over slots: (B, H, T, E), where E >= D.
 
     q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. slots are
-    keys and values (Hkv, M, E) that every query sees. strips is strip_attention, perhaps wrapped so that torch.compile
-    leaves it out. phi(scores (..., T, S), n (..., T, 1)), where n is the number of keys that a query sees, replaces the
-    softmax. It is 0 for large negative scores.
+    keys and values (Hkv, M, E) that every query sees. strips is strip_attention, perhaps kept out of torch.compile.
+    phi(scores (..., T, S), n (..., T, 1)) replaces the softmax over n keys. It is 0 for large negative scores.
     """
     T = q.size(2)
     if T == 1 and mask.causal and mask.docs is None:  # the only query is the last one: it sees the last W keys, or all
@@ -388,12 +387,10 @@ def attention(
     S = k.size(2)
     if mask.window >= S:
         mask = mask._replace(window=0)
-    M = 0
     if slots is not None:
-        slot_k, slot_v = (x.expand(len(k), -1, -1, -1) for x in slots)  # each (B, Hkv, M, E)
-        M = slot_k.size(2)
-        k = torch.cat((slot_k, k), dim=2)  # (B, Hkv, M + S, E)
-        v = torch.cat((slot_v, v), dim=2)
+        k = behind(slots[0], k)  # (B, Hkv, M + S, E)
+        v = behind(slots[1], v)
+    M = k.size(2) - S
     device = q.device.type
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
     mapped = softcap > 0 or phi is not None
@@ -412,6 +409,11 @@ def attention(
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)
+
+
+def behind(slots: Tensor, x: Tensor) -> Tensor:
+    """(Hkv, M, E) and x (B, Hkv, S, E) -> both, in this order, in each row: (B, Hkv, M + S, E)."""
+    return torch.cat((slots.expand(len(x), -1, -1, -1), x), dim=2)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
