@@ -9,8 +9,8 @@ files.py describes the formats of token files. Beside the files lies meta.json:
      "splits": {"train": {"tokens": N, "documents": D,
                           "shards": [{"name", "tokens", "sha256", "max_token"}, ...]}, "val": ...}}
 
-Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and val.bin) and of Megatron (train.bin with
-train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never opened: unpickling executes code.
+Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and val.bin). meta.pkl is never opened:
+unpickling executes code.
 """
 
 import bisect
@@ -233,21 +233,15 @@ def _is_count(x, least: int, most: int = MAX_VOCAB_SIZE) -> bool:
 
 
 def find_shards(folder: Path, meta: dict, split: str) -> list[dict]:
-    """The records of a split's shards: those in meta.json, else one for each file whose name fits, in this order:
-    shards (any prefix, as in fineweb_train_000001.bin), train.bin of nanoGPT or Megatron, Megatron's longer names."""
+    """The records of a split's shards: those in meta.json, else one for each file with a shard's name, of any prefix as
+    in fineweb_train_000001.bin, else nanoGPT's train.bin."""
     if "splits" in meta:
         return meta["splits"].get(split, {"shards": []})["shards"]
     files = sorted(p.name for p in folder.iterdir())
-    indexed = [name for name in files if f"{name.removesuffix('.bin')}.idx" in files]  # Megatron's
-    kinds = (
-        (rf"(.*_)?{split}_\d+\.bin", [name for name in files if name not in indexed]),
-        (rf"{split}\.bin", files),
-        (rf"(.*_)?{split}(_.*)?\.bin", indexed),
-    )
-    for pattern, names in kinds:
-        if found := [{"name": name} for name in names if re.fullmatch(pattern, name)]:
-            return found
-    return []
+    shards = [name for name in files if re.fullmatch(rf"(.*_)?{split}_\d+\.bin", name)]
+    if not shards and f"{split}.bin" in files:
+        shards = [f"{split}.bin"]
+    return [{"name": name} for name in shards]
 
 
 def open_shard(path: Path, record: dict, limit: int) -> Shard:

@@ -36,7 +36,6 @@ def refused(result, *words: str) -> None:
     ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
     ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
     ("text", ["--input=FIFO"], ["no regular file matches", "FIFO"]),
-    ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
     ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
     ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
     ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
@@ -84,7 +83,7 @@ MAKE = {"FIFO": os.mkfifo, "SOCKET": bind, "FOLDER": os.mkdir, "ENDLESS": lambda
 
 
 @pytest.mark.parametrize("what", MAKE)
-@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
+@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json"])
 def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
     """In the place of each file of a data set; no read waits for what never comes."""
     monkeypatch.chdir(tmp_path)

@@ -30,13 +30,13 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
         path.write_bytes(content)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path / "library")
     out = tmp_path / "out"
-    code, said, _ = call("pycode", f"--out={out}", "--val_fraction=0.1")
+    code, said, _ = call("pycode", f"--out={out}")
     assert code == 0 and said.count("\n") == 1
     assert f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out" in said
 
     names = [name for name in sorted(sources) if sources[name] and name.endswith(".py")]
     names = [name for name in names if not LEFT_OUT & {*name.split("/")}]
-    validates, room = set(), 0.1 * sum(len(sources[name]) for name in names)
+    validates, room = set(), 0.05 * sum(len(sources[name]) for name in names)
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         if len(sources[name]) <= room:
             validates.add(name)
