@@ -344,7 +344,9 @@ def convert(cls: type, name: str, value: Any, place: str) -> Any:
 
 def like(cls: type, name: str) -> str:
     """What the user of a name that is no flag may have meant."""
-    near = difflib.get_close_matches(name, cls.__dataclass_fields__, 1)
+    known = [*cls.__dataclass_fields__]
+    initials = {"".join(re.findall(r"(?<![a-z])[a-z]", flag)): flag for flag in known}  # lr: learning_rate
+    near = [initials[name]] if name in initials else difflib.get_close_matches(name, known, 1)
     return f"the nearest is {near[0]}" if near else "--help lists them"
 
 
@@ -481,7 +483,12 @@ def help_lines(cls: type, name: str) -> list[str]:
 
 
 def dump(cfg: Any, path: str | Path):
-    """Write a config file that sets the same flags, but for those without an effect. The write is atomic."""
+    """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
+    lines = []
     idle = unused(cfg)
-    lines = [f"{name} = {getattr(cfg, name)!r}\n" for name in documented(type(cfg)) if name not in idle]
-    write_file(Path(path), "".join(lines).encode())
+    for section, flags in groupby(documented(type(cfg)).items(), lambda item: item[1].section):
+        lines += ["", f"# --- {section}"]
+        for name, flag in flags:
+            line = f"{name} = {getattr(cfg, name)!r}  # {flag.doc}"
+            lines.append(f"# {line}" if name in idle else line)
+    write_file(Path(path), ("\n".join(lines).strip() + "\n").encode())

@@ -7,7 +7,6 @@
 
 A layer is a list of sums, s = s + reader(norm(s)). A reader is a module such as attention or an MLP, from the normed
 stream (B, T, C) to what is added to the stream. So GPT-2's layer has two sums of a reader each; a sum may have several.
-
 To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal.
 docs/hacking.md has examples, and lists what other files replace in a model, such as a process's share of the heads.
 
@@ -34,12 +33,6 @@ from torch import Tensor, nn
 
 import ops
 from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse
-from ops import Mask
-
-Maybe = Tensor | None
-Tensors = tuple[Tensor, ...]
-Shape = tuple[int, ...]
-Fused = tuple[int, Shape]  # (groups, sizes), see Linear
 
 
 @dataclass
@@ -174,6 +167,11 @@ class RMSNormEpsOutside(RMSNorm):
 # role      how tensor parallelism cuts their parameters, whether Muon trains them, and which std they begin with: the
 #           table is in docs/hacking.md. An identity has a role if processes exchange something there.
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
+
+Maybe = Tensor | None
+Tensors = tuple[Tensor, ...]
+Shape = tuple[int, ...]
+Fused = tuple[int, Shape]  # (groups, sizes), see Linear
 
 
 def with_role(module: nn.Module, role: str) -> nn.Module:
@@ -668,7 +666,7 @@ class Heads(nn.Module):
         heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
         """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
         attention too."""
         if not q.dtype == k.dtype == v.dtype:
@@ -725,12 +723,12 @@ class Attention(Heads):
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
             k, v = self.cache.extend(k, v)  # (B, heads, S, E)
-        mask = Mask(self.causal, self.window, inputs.docs)
+        mask = ops.Mask(self.causal, self.window, inputs.docs)
         y = self.attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots == "own_slots":
             slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
             # Not self.attend, which context parallelism replaces: slots are not divided
-            y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))
+            y = y + Heads.attend(self, unplaced, *slots, ops.Mask(causal=False))
         return y
 
     def mixed(self, v: Tensor, shared: Shared) -> Tensor:
@@ -767,7 +765,7 @@ class CrossAttention(Heads):
         return self.queries(x), k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
+        return self.attend(q, k, v, ops.Mask(causal=False, docs=inputs.memory_docs))
 
 
 class Slots(Heads):
@@ -786,7 +784,7 @@ class Slots(Heads):
         return q, k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return Heads.attend(self, q, k, v, Mask(causal=False))  # as in Attention.read
+        return Heads.attend(self, q, k, v, ops.Mask(causal=False))  # as in Attention.read
 
 
 class ShapedAttention(Attention):
@@ -822,7 +820,7 @@ class ShapedAttention(Attention):
         (v,) = self.split(self.value(x), 1)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
         uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
