@@ -1,4 +1,4 @@
-"""What several tests of data/ share: documents, which of them validate, the scripts, and errors of one line."""
+"""What several tests share about data: documents, which of them validate, the scripts, and errors of one line."""
 
 import argparse
 import importlib.util
