@@ -207,9 +207,7 @@ def test_build():
         assert build(kind, lambda: pytest.fail("read the texts")).spec == {"kind": kind}
     assert build("char", lambda: iter(["cb", "a", "cb"])).spec == {"kind": "char", "chars": "abc"}
     assert build("bpe:258", lambda: iter(["cb", "a", "cb"])).token_bytes[257] == b"cb"
-
-
-@pytest.mark.parametrize("kind", ["gpt-2", "byte:5", "bpe:", "bpe:-5", "bpe:٣٠٠", "hf:", ""])
-def test_build_lists_what_there_is(kind):
-    with pytest.raises(ValueError, match=f"^unknown tokenizer {re.escape(repr(kind))}; choose char, byte, gpt2, bpe:N"):
-        build(kind, lambda: pytest.fail("read the texts"))
+    for kind in ("gpt-2", "byte:5", "bpe:", "bpe:-5", "bpe:٣٠٠", "hf:", ""):
+        words = f"^unknown tokenizer {re.escape(repr(kind))}; choose char, byte, gpt2, bpe:N"
+        with pytest.raises(ValueError, match=words):
+            build(kind, lambda: pytest.fail("read the texts"))
