@@ -863,10 +863,9 @@ class MLP(nn.Module):
             refuse(cfg, "n_group n_embd", "set n_group to a divisor of n_embd")
         self.reader = reader
         self.phi, arity = kind_of(cfg, reader)
-        unit = cfg.hidden_unit
-        if groups > 1 or reader.phi == "softmax":
-            unit = hidden // groups  # a softmax needs all units of its group
+        unit = cfg.hidden_unit if groups == 1 else hidden // groups
         if reader.phi == "softmax":
+            unit = hidden // groups  # so that it is over all of a group
             self.phi = lambda scores: (scores * (C // groups) ** -0.5).softmax(-1)
         self.pieces = (unit,) * arity  # see activations
         self.q = nn.Identity()  # the stream itself is the query
