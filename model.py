@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import ops
 from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse
+from ops import Mask  # by such a line, transformers finds the files of an exported model
 
 
 @dataclass
@@ -74,8 +75,7 @@ class ModelConfig(LayerFlags):
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)
-    n_group: int = 1  # [>0] [<=65536] slices of the stream that a p reads, each with units of its own
-    # [block=superblock and has_p]
+    n_group: int = 1  # [>0] [<=65536] [block=superblock and has_p] slices of the stream, each read by units of its own
     n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: experts
     n_expert: int = 0  # [<=65536] [n_expert=0 or has_e] experts of an MLP (arXiv:1701.06538); 0 = dense
@@ -666,7 +666,7 @@ class Heads(nn.Module):
         heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
         attention too."""
         if not q.dtype == k.dtype == v.dtype:
@@ -723,12 +723,12 @@ class Attention(Heads):
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
             k, v = self.cache.extend(k, v)  # (B, heads, S, E)
-        mask = ops.Mask(self.causal, self.window, inputs.docs)
+        mask = Mask(self.causal, self.window, inputs.docs)
         y = self.attend(q, k, v, mask)[..., : self.head_dim]
         if self.reader.slots == "own_slots":
             slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
             # Not self.attend, which context parallelism replaces: slots are not divided
-            y = y + Heads.attend(self, unplaced, *slots, ops.Mask(causal=False))
+            y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))
         return y
 
     def mixed(self, v: Tensor, shared: Shared) -> Tensor:
@@ -765,7 +765,7 @@ class CrossAttention(Heads):
         return self.queries(x), k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return self.attend(q, k, v, ops.Mask(causal=False, docs=inputs.memory_docs))
+        return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
 
 
 class Slots(Heads):
@@ -784,7 +784,7 @@ class Slots(Heads):
         return q, k, v
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return Heads.attend(self, q, k, v, ops.Mask(causal=False))  # as in Attention.read
+        return Heads.attend(self, q, k, v, Mask(causal=False))  # as in Attention.read
 
 
 class ShapedAttention(Attention):
@@ -820,7 +820,7 @@ class ShapedAttention(Attention):
         (v,) = self.split(self.value(x), 1)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
         uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
