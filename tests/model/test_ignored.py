@@ -1,5 +1,6 @@
 """No flag of the model is silently ignored: beside every block, it changes the model or it is refused."""
 
+import copy
 from functools import cache
 from typing import get_type_hints
 
@@ -39,35 +40,44 @@ def weights(row: tuple) -> list[torch.Tensor]:
 
 
 @cache
-def results(row: tuple) -> list[torch.Tensor]:
-    """What it does with other weights: logits of texts as long as it takes, losses with dropout and in bfloat16."""
+def with_other_weights(row: tuple) -> tuple[Model, dict[str, torch.Tensor]]:
+    """The model, and texts as long as it takes."""
     weights(row)  # before they change
-    model, found = model_of(row), []
-    cfg = model.cfg
-    T = cfg.block_size
+    model = model_of(row)
+    cfg, T = model.cfg, model.cfg.block_size
     torch.manual_seed(2)
     idx, source = torch.randint(cfg.vocab_size, (2, T)), torch.randint(cfg.vocab_size, (2, S))
-    inputs = {"source": source} if model.encoder else {}
+    inputs = {"idx": idx} | ({"source": source} if model.encoder else {})
     if cfg.doc_mask:
         inputs |= {"docs": torch.arange(T).expand(2, T) // 5}
         inputs |= {"source_docs": torch.arange(S).expand(2, S) // 5} if model.encoder else {}
     with torch.no_grad():
         for p in model.parameters():
             p += 0.05 * torch.randn_like(p)
-        found.append(model(idx, idx, **inputs))
-        found.append(model.eval()(idx, **inputs))
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(model.float()(idx, **inputs))
-    return found
+    return model, inputs
 
 
-def differ(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) != len(other) or not all(map(torch.equal, one, other))
+@cache
+@torch.no_grad()
+def result(row: tuple, kind: str) -> torch.Tensor:
+    """The logits that it then gives, also in bfloat16, or its loss with dropout."""
+    model, inputs = with_other_weights(row)
+    torch.manual_seed(3)
+    if kind == "loss":
+        return model.train()(targets=inputs["idx"], **inputs)
+    model.eval()
+    if kind == "logits":
+        return model(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        return copy.deepcopy(model).float()(**inputs)
 
 
 def has_effect(row: dict, changed: dict) -> bool:
     one, other = tuple(row.items()), tuple(changed.items())
-    return differ(weights(one), weights(other)) or differ(results(one), results(other))
+    first, second = weights(one), weights(other)
+    if len(first) != len(second) or not all(map(torch.equal, first, second)):
+        return True
+    return not all(torch.equal(result(one, kind), result(other, kind)) for kind in ("logits", "loss", "bfloat16"))
 
 
 def effect(row: dict, name: str) -> str:

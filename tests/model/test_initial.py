@@ -1,12 +1,10 @@
 """A module says what its parameters begin with. Whoever forgets it, or writes values instead, is refused by name."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import ROOT, refused
+from helpers import refused
 from torch import nn
 
 import model as M
@@ -104,14 +102,3 @@ def test_train_py_refuses_in_one_line(run, capsys):
     use("m.own = nn.Parameter(torch.rand(4))")
     line = refused(lambda flags: run(*flags), ["--max_iters=1", "--warmup_iters=0"], capsys)
     assert "blocks.0.sums.0.attn.own" in line
-
-
-def test_no_model_needs_the_compiler():
-    """Importing torch._dynamo takes seconds, and drawing on the meta device does it."""
-    program = f"""
-import sys, torch, model
-for device in ("cpu", "meta"):
-    with torch.device(device):
-        model.Model(model.ModelConfig(**{SIZES}))
-sys.exit("torch._dynamo" in sys.modules)"""
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
