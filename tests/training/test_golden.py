@@ -1,6 +1,6 @@
 """Every family computes, in float64, what it did when tests/golden.json was written.
 
-Each two of a block, an objective and an optimizer meet in the half of which make test runs five steps; make slow runs
+Each two of a block, an objective and an optimizer meet in the half of which make test runs three steps; make slow runs
 all twenty of all families.
 """
 
@@ -31,7 +31,7 @@ def test_every_family_has_its_figures():
         assert quick == every
 
 
-@pytest.mark.parametrize("name, steps", [*((name, 5) for name in QUICK), *SLOW])
+@pytest.mark.parametrize("name, steps", [*((name, 3) for name in QUICK), *SLOW])
 def test_figures_are_as_they_were(name, steps, data, tmp_path, in_this_process):
     found = golden.figures(data, tmp_path / "out", name, steps)
     assert found.keys() == EXPECTED[name].keys()
