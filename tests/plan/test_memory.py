@@ -37,7 +37,7 @@ def config(*flags: str) -> Config:
 SHAPE = ["--n_embd=128", "--block_size=256", "--gradient_accumulation_steps=1", "--max_iters=2", "--eval_iters=1"]
 SHAPES = {  # flags, and how many times the estimate a run may take
     "activations": (["--n_layer=4", "--batch_size=8", "--vocab_size=2048"], 3),
-    "evaluated": (["--n_layer=1", "--vocab_size=131072", "--batch_size=1", "--eval_only=True"], 8),
+    "evaluated": (["--n_layer=1", "--vocab_size=65536", "--batch_size=1", "--eval_only=True"], 8),
 }
 
 
