@@ -17,7 +17,10 @@ length: its windows of block_size tokens follow one another without overlap, and
 if the tokenizer puts one before a text, is predicted once. Tasks such as hellaswag are lm-eval's: docs/interchange.md.
 """
 
+import signal
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
     from engine import limit_spinning
 
     limit_spinning()

@@ -20,7 +20,8 @@ before it (null for the first one), and the number of bytes before it. Its conte
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
+    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C (also during the imports) and `| head` end it silently
+        signal.signal(number, signal.SIG_DFL)
     from engine import limit_spinning
 
     limit_spinning()

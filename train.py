@@ -159,7 +159,8 @@ class Run:
             return Silent()
         metrics = Metrics(cfg, self.work, self.ranks.device, self.step, self.samples * cfg.block_size)
         cleanup.callback(metrics.close)
-        dump(cfg, Path(cfg.out_dir, "config.py"))
+        dump(cfg, Path(cfg.out_dir, "config.new"))
+        run_state.replace_flags(Path(cfg.out_dir), self.step)
         if self.data.tokenizer:
             self.data.tokenizer.save(Path(cfg.out_dir))  # a bpe's file, so that sampling does not need the data
         return metrics
@@ -202,7 +203,7 @@ class Run:
                 return None
             of_train, of_val = losses
             figures = (self.step, of_train.nats, of_val.nats, of_val.bits, self.sharded.routing_figures())
-            is_best = self.checkpoints.is_best(of_train.nats, of_val.nats)
+            is_best = self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
             if self.cfg.eval_only and self.ranks.first:
                 print(evaluation_text(*figures))
             with user_errors():

@@ -3,12 +3,13 @@
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from data import DATA
-from data.errors import command, require
+from data.errors import command, require, say
 
 CONFIGS = {  # data set -> the config file that trains on it, and its block_size
     "pycode": ("train_pycode", 256),
@@ -27,6 +28,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
         if here:
             self.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
+
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)  # argparse would keep silent about a full disk
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message[:300]}; write flags as --name=value, --help lists them")
@@ -57,6 +61,15 @@ def next_command(folder: Path, tokens: list[int], pairs: bool = False) -> str:
     return shlex.join(["python", "train.py", *flags])
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Runs the main function of a command of data/. What it raises is an error of its user."""
-    command(main, (ValueError, OSError))
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs the main function of a command of data/. What it raises is an error of its user; it answers Ctrl-C."""
+
+    def answering() -> int | None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid UTF-8
+        try:
+            return main()
+        except KeyboardInterrupt:
+            say("interrupted; the data are unchanged, and the same command continues or starts again")
+            raise
+
+    command(answering, (ValueError, OSError))

@@ -23,14 +23,15 @@ from functools import partial
 import numpy as np
 from tqdm import tqdm
 
+from data.base_tokenizer import END_OF_TEXT
 from data.command import Parser, out_folder
 from data.dataset import MASK
-from data.errors import reason, require, say
+from data.errors import require, say
 from data.files import SPLITS
 from data.hashing import hash64
 from data.lock import locked
 from data.pairs import Parts, encode
-from data.sources import RECORDS, Document, Source, find_files
+from data.sources import RECORDS, Document, Source, find_files, reason
 from data.tokenizer import build
 from data.writer import ShardWriter
 
@@ -76,7 +77,8 @@ def make_jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[tuple]:
     """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         for job in jobs:
             waiting.append((job, pool.submit(function, job)))
             if len(waiting) == threads + 2:
@@ -84,6 +86,8 @@ def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[t
                 yield before, result.result()
         for before, result in waiting:
             yield before, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for jobs that have not begun
 
 
 def progress_bar(total: int | None, done: int = 0) -> tqdm:
@@ -113,6 +117,8 @@ class Corpus:
     limit: int
 
     def __post_init__(self):
+        self.special = self.out.tokenizer.end_text or END_OF_TEXT.decode()
+        self.specials = 0  # documents that hold this text
         self.hashes = {split: array("q") for split in SPLITS}  # of the documents, from which equal ones are known
 
     def encode(self, job: list[Document]) -> dict[str, tuple[np.ndarray, int]]:
@@ -174,24 +180,32 @@ class Corpus:
                     break
                 for split, (tokens, documents) in encoded.items():
                     self.out.add(split, tokens, documents)
-                for document, split in zip(job, self.splits(job), strict=True):
-                    self.hashes[split].append(hash(together(document.text)))
+                self.note(job)
                 last = job[-1]
                 if self.out.unsaved:
                     self.out.save((last.file, last.row, last.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(last.position - progress.n)
-        if not self.out.place:  # otherwise the documents before an interruption are not known
-            self.say_how_many_are_equal()
+        self.say_what_was_noted()
         for split in SPLITS:
             fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
             remedy = "add text, cut it into more documents, or pass another --val_fraction"
             require(self.tokens(split) >= 2, f"{fact}; {remedy}")
 
-    def say_how_many_are_equal(self) -> None:
+    def note(self, job: list[Document]) -> None:
+        """Notes what is said of the documents in the end."""
+        for document, split in zip(job, self.splits(job), strict=True):
+            text = together(document.text)
+            self.specials += self.special in text
+            self.hashes[split].append(hash(text))
+
+    def say_what_was_noted(self) -> None:
+        if self.specials:
+            fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
+            say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
         train, val = (np.frombuffer(self.hashes[split], np.int64) for split in SPLITS)
         equal = np.isin(val, train).sum()
-        if equal:
+        if equal and not self.out.place:  # otherwise those before an interruption are not known
             say(f"note: {equal:,} of {len(val):,} validation documents are training documents too")
 
     def write_up_to_limit(self, job: list[Document]) -> None:

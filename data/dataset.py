@@ -9,8 +9,8 @@ files.py describes the formats of token files. Beside the files lies meta.json:
      "splits": {"train": {"tokens": N, "documents": D,
                           "shards": [{"name", "tokens", "sha256", "max_token"}, ...]}, "val": ...}}
 
-Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and val.bin). meta.pkl is never opened:
-unpickling executes code.
+Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and val.bin) and of Megatron (train.bin with
+train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never opened: unpickling executes code.
 """
 
 import bisect
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import reason, require
+from data.errors import require
 from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256
 from data.tokenizer import Tokenizer, from_spec
 
@@ -173,6 +173,9 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     tokenizer = None
     if "tokenizer" in meta:
         tokenizer = from_spec(meta["tokenizer"], folder)
+        same = tokenizer.hash == meta.get("tokenizer_hash", tokenizer.hash) and tokenizer.vocab_size == own
+        fact = "records another tokenizer hash or vocabulary size than its tokenizer has"
+        check(same, folder / "meta.json", fact)
     return DataSet(folder, meta, tokenizer, max(own, vocab_size), meta.get("eot"), verify)
 
 
@@ -223,8 +226,8 @@ def read_meta(folder: Path) -> dict:
         names = [shard["name"] for split in meta.get("splits", {}).values() for shard in split["shards"]]
         for name in names:  # which must not lead out of the folder
             require(name.isprintable() and Path(name).name == name, f"{name!r} is no file name")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise problem(path, f"cannot be used ({reason(e)})") from e
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise problem(path, f"cannot be used ({type(e).__name__}: {e})") from e
     return meta
 
 
@@ -233,15 +236,21 @@ def _is_count(x, least: int, most: int = MAX_VOCAB_SIZE) -> bool:
 
 
 def find_shards(folder: Path, meta: dict, split: str) -> list[dict]:
-    """The records of a split's shards: those in meta.json, else one for each file with a shard's name, of any prefix as
-    in fineweb_train_000001.bin, else nanoGPT's train.bin."""
+    """The records of a split's shards: those in meta.json, else one for each file whose name fits, in this order:
+    shards (any prefix, as in fineweb_train_000001.bin), train.bin of nanoGPT or Megatron, Megatron's longer names."""
     if "splits" in meta:
         return meta["splits"].get(split, {"shards": []})["shards"]
     files = sorted(p.name for p in folder.iterdir())
-    shards = [name for name in files if re.fullmatch(rf"(.*_)?{split}_\d+\.bin", name)]
-    if not shards and f"{split}.bin" in files:
-        shards = [f"{split}.bin"]
-    return [{"name": name} for name in shards]
+    indexed = [name for name in files if f"{name.removesuffix('.bin')}.idx" in files]  # Megatron's
+    kinds = (
+        (rf"(.*_)?{split}_\d+\.bin", [name for name in files if name not in indexed]),
+        (rf"{split}\.bin", files),
+        (rf"(.*_)?{split}(_.*)?\.bin", indexed),
+    )
+    for pattern, names in kinds:
+        if found := [{"name": name} for name in names if re.fullmatch(pattern, name)]:
+            return found
+    return []
 
 
 def open_shard(path: Path, record: dict, limit: int) -> Shard:
@@ -251,6 +260,7 @@ def open_shard(path: Path, record: dict, limit: int) -> Shard:
     except OSError as e:
         remedy = "check its permissions, and the limit of open files (ulimit -n)"
         raise problem(path, f"cannot be read ({e.strerror})", remedy) from e
+    check(len(shard), path, "holds no tokens")
     tokens = record.get("tokens", len(shard))
     check(tokens == len(shard), path, f"holds {len(shard)} tokens, but meta.json says {tokens}")
     largest = record.get("max_token", 0)
@@ -260,7 +270,10 @@ def open_shard(path: Path, record: dict, limit: int) -> Shard:
 
 
 def raise_open_file_limit() -> None:
-    """Lets this process open as many files as the system allows, because every shard stays open."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Lets this process open up to 65,536 files if the system allows it, because every shard stays open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**16
+    if hard != resource.RLIM_INFINITY:
+        most = min(hard, most)
     with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -64,16 +64,6 @@ def one_line(error: Exception) -> str:
     return shortened(text)
 
 
-def reason(error: BaseException) -> str:
-    """The first line of an error's message, after the name of its class unless the class says nothing more."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # such as: No space left on device
-    line = str(error).strip().partition("\n")[0][:200]
-    if isinstance(error, ValueError):
-        return line
-    return f"{type(error).__name__}: {line}"
-
-
 def shortened(text: str) -> str:
     """The text in one line, with control characters escaped. It may quote a very long value, of which only the ends
     stay."""
@@ -109,14 +99,17 @@ def command(main: Callable[[], Any], kinds: Any = OSError):
     """Run the main function of a script, and exit with the code that it returns, or 0.
 
     An error of `kinds` that it raises, and an OSError of writing to stdout, become one line. With the usual `kinds`, a
-    ValueError that `main` raises is a mistake in the code, and keeps its traceback. Ctrl-C ends the program with exit
-    code 130. Characters that stdout cannot print, as in the name of a file, appear as escapes.
+    ValueError that `main` raises is a mistake in the code, and keeps its traceback. A stream that the shell has closed,
+    as with `2>&-`, is replaced by /dev/null. Ctrl-C ends the program with exit code 130.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     if (out := sys.stdout) is sys.__stdout__:  # no test has replaced it
         file = Stdout(out.fileno(), "w", closefd=False)
         buffer = file if out.write_through else io.BufferedWriter(file)  # python -u has no buffer
         how = {"line_buffering": out.line_buffering, "write_through": out.write_through}
-        sys.stdout = io.TextIOWrapper(buffer, out.encoding, "backslashreplace", **how)
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, out.errors, **how)
     try:
         with user_errors(kinds):
             try:

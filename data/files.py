@@ -4,6 +4,10 @@ A shard is the file that llm.c and modded-nanogpt read: 256 little-endian int32 
 uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), then the tokens.
 
 nanoGPT's train.bin and val.bin are uint16 tokens without a header.
+
+Megatron's data is a .bin file of tokens and an .idx file, the index: b"MMIDIDX\\0\\0", version 1 (uint64), a code for
+the type of the tokens (uint8), the numbers of sequences n and of document bounds d (uint64 each), then sizes (n int32,
+in tokens), pointers (n int64, in bytes) and bounds (d int64).
 """
 
 import errno
@@ -20,10 +24,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.errors import reason, require
+from data.errors import require
 
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic: (version, dtype)
+MEGATRON = b"MMIDIDX\0\0"
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SPLITS = ("train", "val")
 NO_FSYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}  # of file systems that cannot sync a folder
 LARGEST_JSON = 2**28  # bytes, enough for the records of a million shards
@@ -65,15 +71,9 @@ def read_file(path: Path, most: int) -> bytes:
         return f.read()  # which asks for as much memory as the file has; read(most) asks for `most`
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. ValueError if it is malformed or holds something else."""
-    text = decoded(display_path(path), read_file(path, LARGEST_JSON))
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{display_path(path)} is no JSON ({reason(e)}); replace it") from None
-    require(isinstance(found, dict), f"{display_path(path)} holds no JSON object; replace it")
-    return found
+def read_json(path: Path):
+    """The content of a JSON file. ValueError if it is malformed; OSError or RecursionError as they come."""
+    return json.loads(decoded(display_path(path), read_file(path, LARGEST_JSON)))
 
 
 def decoded(where: str, content: bytes, offset: int = 0) -> str:
@@ -119,23 +119,50 @@ class Shard:
 
 
 def open_file(path: Path) -> Shard:
-    """Opens and checks the tokens of one file. Its format is found by the magic and the exact size. ValueError for a
-    file that is not complete or of another format, OSError for one that cannot be read."""
-    with open(path, "rb", opener=open_regular) as f:
-        start = f.read(12).ljust(12, b"\0")
-        size = os.fstat(f.fileno()).st_size
-    magic, version, count = np.frombuffer(start, dtype="<i4").tolist()
+    """Opens and checks the tokens of one file. Its format is found by an .idx beside it, the magic and the exact size.
+    ValueError for a file that is not complete or of another format, OSError for one that cannot be read."""
+    start, size = _read_start(path, 12)
+    index = path.with_suffix(".idx")
+    if index.exists():
+        dtype, count = read_index(index)
+        _check_size(path, size, count * dtype.itemsize)
+        return Shard(path, dtype, 0, count)
+    magic, version, count = np.frombuffer(start.ljust(12, b"\0"), dtype="<i4").tolist()
     if magic in FORMATS:
         known, dtype = FORMATS[magic]
         check(version == known, path, f"is a shard of version {version}, not {known}")
-        expected = HEADER_BYTES + count * dtype.itemsize
-        fact = f"has {size} bytes, and its header gives {expected}, so it is truncated or too long"
-        check(size == expected, path, fact)
+        _check_size(path, size, HEADER_BYTES + count * dtype.itemsize)
         return Shard(path, dtype, HEADER_BYTES, count)
     headerless = path.stem in SPLITS and size % 2 == 0
     known = " or ".join(map(str, FORMATS))
     check(headerless, path, f"is no shard, which begins with {known}, and no train.bin or val.bin of uint16 tokens")
     return Shard(path, np.dtype("<u2"), 0, size // 2)
+
+
+def read_index(path: Path) -> tuple[np.dtype, int]:
+    """Reads Megatron's .idx: the tokens' type, and the number of tokens."""
+    start, size = _read_start(path, 34)
+    known = len(start) == 34 and start[:17] == MEGATRON + (1).to_bytes(8, "little")
+    check(known, path, "is no index of Megatron of version 1")
+    dtype = MEGATRON_DTYPES.get(start[17])
+    check(dtype, path, f"has the token type {start[17]}, and known are {', '.join(map(str, MEGATRON_DTYPES))}")
+    n, n_bounds = np.frombuffer(start[18:], "<u8").tolist()
+    _check_size(path, size, 34 + 12 * n + 8 * n_bounds)
+    if n == 0:
+        return np.dtype(dtype), 0
+    sizes = np.memmap(path, "<i4", "r", 34, (n,))
+    return np.dtype(dtype), int(sizes.sum(dtype=np.int64))
+
+
+def _read_start(path: Path, n: int) -> tuple[bytes, int]:
+    """The first `n` bytes of a file, and its size in bytes."""
+    with open(path, "rb", opener=open_regular) as f:
+        return f.read(n), os.fstat(f.fileno()).st_size
+
+
+def _check_size(path: Path, size: int, expected: int) -> None:
+    fact = f"has {size} bytes, and its header or .idx gives {expected}, so it is truncated or too long"
+    check(size == expected, path, fact)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -4,7 +4,7 @@
         ...                                 # read and write the folder
 
 The kernel releases the lock of the file .lock when the process ends for any reason. It is open for writing, as network
-file systems do not lock a folder. On a file system without locks there is no lock.
+file systems do not lock a folder. On a file system without locks there is no lock, and a line says so.
 """
 
 import fcntl
@@ -14,6 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from data.errors import printable, say
+
+without_locks: set[Path] = set()  # lock files of which a line has said so
 
 
 @contextmanager
@@ -66,7 +70,11 @@ def _lock(path: Path, flag: str, seconds: float) -> int:
                 os.close(file)
                 fact = f"{flag}={path.parent} belongs to process {holder}, which still runs"
                 raise ValueError(f"{fact}; wait for it, end it with kill, or choose another --{flag}") from None
-        except OSError:  # a file system without locks
+        except OSError as error:
+            if path not in without_locks:
+                fact = f"{printable(path.parent)} cannot be locked ({error.strerror})"
+                say(f"warning: {fact}; let no other process write there")
+            without_locks.add(path)
             return file
         else:
             if _is_at(file, path):  # otherwise the holder has removed the file before this process locked it

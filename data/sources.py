@@ -16,12 +16,13 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from data.errors import reason, require, say
+from data.errors import require, say
 from data.files import decoded, open_regular
 from data.pairs import Parts, of_chat
 
@@ -38,31 +39,51 @@ BLANK_LINES = re.compile(rb"(?:\A|\n)\s*\n")
 
 def find_files(paths: Iterable[str]) -> list[str]:
     """The files of paths, patterns and folders, sorted, each once, and of addresses hf:OWNER/NAME[@REVISION][:CONFIG]
-    on the hub. Says how many there are, and how many others a folder has."""
-    names: set[str] = set()
-    others = 0
+    on the hub. Says how many there are of several, and what was left out."""
+    names: list[str] = []
+    left_out: Counter = Counter()
     for path in map(os.path.expanduser, paths):
         if ADDRESS.fullmatch(path):
-            names.update(hub_files(path))
+            names += hub_files(path)
             continue
-        found = [path]
         if os.path.isdir(path):
-            found = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # follows links, leaves out hidden names
-        elif not os.path.exists(path):
-            found = glob.glob(path, recursive=True)
-        files = [name for name in found if os.path.isfile(name)]
-        if os.path.isdir(path):
-            taken = [name for name in files if IN_FOLDERS.search(name)]
-            others += len(files) - len(taken)
-            files = taken
-        require(files, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
-        names.update(map(os.path.normpath, files))
-    real: dict[str, str] = {}  # a file may have several names
-    for name in sorted(names):
-        real.setdefault(os.path.realpath(name), name)
-    if len(real) > 1 or others:
-        say(f"files to read: {len(real)}; files of other kinds, which are left out: {others}")
-    return list(real.values())
+            files = list(walk(path, left_out))
+        elif os.path.exists(path):
+            files = [path]
+        else:
+            files = glob.glob(path, recursive=True)
+        regular = [f for f in files if os.path.isfile(f)]
+        require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
+        left_out["names that are no files"] += len(files) - len(regular)
+        names += map(os.path.normpath, regular)
+    names = sorted(set(names))
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(os.path.realpath(name), name)
+    left_out["second names of a file"] = len(names) - len(found)
+    if len(names) > 1 or left_out.total():
+        what = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n)
+        say(f"files to read: {len(found)}; left out: {what or 'none'}")
+    return list(found.values())
+
+
+def walk(folder: str, left_out: Counter) -> Iterator[str]:
+    """The texts and records below a folder, also in folders that are linked there. Counts the others in `left_out`."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        left_out["hidden names"] += sum(name.startswith(".") for name in folders + names)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.startswith("."):
+                continue
+            if IN_FOLDERS.search(name):
+                yield os.path.join(parent, name)
+            else:
+                left_out["of other kinds"] += 1
 
 
 class Document(NamedTuple):
@@ -120,11 +141,17 @@ class Source:
         except Exception as e:  # file systems and decompressors raise errors of many types
             if type(e) is ValueError:
                 raise
+            if "requires too much memory" in str(e):
+                fact = f"{name} was compressed with a window of more than 128 MB"
+                raise ValueError(f"{fact}; unpack it with zstd -d --long=31") from None
             raise ValueError(f"{name} cannot be read ({reason(e)}); try again, replace it, or leave it out") from e
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
-        for offset, content in self._parts(f):
+        for number, (offset, content) in enumerate(self._parts(f)):
             text = _decode(name, content, offset)
+            if number == 0 and _is_record(text.lstrip().partition("\n")[0]):
+                fact = f"{name} holds JSON objects, and its name says text"
+                raise ValueError(f"{fact}; name it .jsonl, and pass --field of the text")
             if self.val_fraction:
                 yield from cut_in_two(text, self.val_fraction)
             elif self.separator or self.documents != "file":
@@ -247,10 +274,29 @@ def _decode(where: str, content: bytes, offset: int) -> str:
     return decoded(where, content, offset)
 
 
+def _is_record(line: str) -> bool:
+    """Whether a line is a JSON object."""
+    try:
+        return line.startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def check_hub() -> None:
+    """OSError within seconds if the hub does not answer; `datasets` alone would retry for most of a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=3)
+    except Exception as e:  # of the HTTP library that this version of huggingface_hub uses
+        raise OSError(f"{constants.ENDPOINT} does not answer: {reason(e)}") from None
+
+
 def hub_files(address: str) -> list[str]:
     """The hf:// addresses of the training files of hf:OWNER/NAME[@REVISION][:CONFIG], pinned to a commit."""
     name, revision, config = ADDRESS.fullmatch(address).groups()
     try:
+        check_hub()
         import datasets
 
         datasets.disable_progress_bars()
@@ -260,3 +306,8 @@ def hub_files(address: str) -> list[str]:
     except Exception as e:  # any type: name, configuration, format, access, network
         remedy = "check the name and the network, or pass --input= a folder with its .parquet or .jsonl files"
         raise ValueError(f"{address} cannot be read from the hub ({reason(e)}); {remedy}") from e
+
+
+def reason(e: BaseException) -> str:
+    """The first line of an error's message, or else its type."""
+    return getattr(e, "strerror", None) or str(e).strip().partition("\n")[0][:200] or type(e).__name__

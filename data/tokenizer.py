@@ -43,6 +43,7 @@ from data.errors import require
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 KEPT = {"eos_token_id": (list,), "chat_template": (str, list), "model_max_length": (int,)}  # for an export of a run
+LARGEST_ID = 2**24
 
 
 class HFTokenizer(Tokenizer):
@@ -72,6 +73,7 @@ class HFTokenizer(Tokenizer):
             raise ValueError(f"{name} is damaged or of another kind ({str(e)[:100]}); give a tokenizer.json") from None
         self._read_decoder()
         last = max(self.vocabulary.values(), default=-1)
+        require(0 <= last < LARGEST_ID, f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
         named = "eos_token" in special or self._encoding.get_added_tokens_decoder()
         remedy = "name one of its vocabulary as eos_token in tokenizer_config.json beside it"
         require("eos_token" in self.special or not named, f"{name} has no end-of-text token; {remedy}")
@@ -217,12 +219,15 @@ def _without_blank(part: dict) -> dict:
 def _special_tokens(path: Path) -> dict[str, str | int]:
     """The texts or ids of the special tokens that a configuration of Hugging Face names."""
     found = {}
-    config = files.read_json(path)
-    for key in SPECIAL:
-        match config.get(key) or config.get(f"{key}_id"):
-            case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
-                found[key] = token
-    found |= {key: config[key] for key, kinds in KEPT.items() if type(config.get(key)) in kinds}
+    try:
+        config = files.read_json(path)
+        for key in SPECIAL:
+            match config.get(key) or config.get(f"{key}_id"):
+                case str(token) | int(token) | {"content": str(token)} | [int(token), *_]:
+                    found[key] = token
+        found |= {key: config[key] for key, kinds in KEPT.items() if type(config.get(key)) in kinds}
+    except (ValueError, RecursionError, AttributeError) as e:
+        raise ValueError(f"{path} is damaged ({str(e)[:100]}); fetch it again") from None
     return found
 
 

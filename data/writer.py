@@ -19,7 +19,7 @@ import numpy as np
 from data import files
 from data.command import next_command
 from data.dataset import MASK, MOVING
-from data.errors import reason, require
+from data.errors import require
 from data.files import HEADER_BYTES, SPLITS, check, display_path, fsync, write_file
 from data.lock import locked
 from data.tokenizer import Tokenizer
@@ -85,8 +85,8 @@ class ShardWriter:
             try:
                 saved = files.read_json(path)
                 require(saved.pop("sha256") == hashlib.sha256(_json(saved)).hexdigest(), "it was changed")
-            except (ValueError, KeyError, TypeError, AttributeError) as e:
-                raise files.problem(path, f"cannot be used ({reason(e)})", start_again) from e
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+                raise files.problem(path, f"cannot be used ({type(e).__name__}: {e})", start_again) from e
             other = [name for name in self.settings if saved["settings"].get(name) != self.settings[name]]
             fact = f"holds an unfinished preparation with another {', '.join(other)}"
             check(not other, self.temporary, fact, f"continue with its flags, or {start_again}")

@@ -1,6 +1,7 @@
 """What train.py, sample.py and evaluate.py are made of."""
 
 import os
+import signal
 import sys
 
 
@@ -11,5 +12,6 @@ def limit_spinning():
         os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
-if sys.argv[0] == "-m":  # a module of engine or tools is about to start as a program
+if sys.argv[0] == "-m":  # a module of engine is about to start as a program
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
     limit_spinning()

@@ -7,14 +7,16 @@
 The two learning rates of a variant are found by coordinate search with seed 1. tools/compare makes the trainings.
 """
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import parse
+from configurator import Config, parse
 from data.errors import command, require, user_errors
 from data.files import write_file
 from flags import Flags
+from tools.child import words_of
 from tools.compare import trainings
 from tools.compare.table import aligned, cells, error_notes
 
@@ -67,6 +69,11 @@ class BaselinesConfig(Flags):
         super().__post_init__()
         for name in ("max_iters", "warmup_iters", "cooldown_iters", *GRID):
             require(f"--{name}=" not in self.common, f"common={self.common}: baselines.py sets {name}; leave it out")
+        first = next(iter(starting_points(self).values()))
+        try:
+            parse(Config, words_of("common", arguments(self, first, self.steps)))
+        except ValueError as error:
+            raise ValueError(f"common={self.common}: {error}") from None
 
 
 Point = tuple[str, float, float]  # variant, muon_lr, learning_rate
@@ -159,4 +166,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which tools.compare removes its lock
     command(main)

@@ -8,6 +8,7 @@ The units of a head are its learned slots, then the tokens that the query sees. 
 probability the unit raises most. docs/lens.md defines all columns. --out draws the same rows, and needs matplotlib.
 """
 
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +189,7 @@ def main(argv: list[str] | None = None):
         position = len(idx) - 1 if cfg.position == -1 else cfg.position
         of_reader = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
         units, n, together = read_units(model, tokenizer, idx, *of_reader)
+    sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
     reader = " of ".join(filter(None, (f"head {cfg.head}", cfg.reader)))
     if isinstance(reader_of(model, cfg.layer, cfg.reader), M.MLP):
         reader = cfg.reader  # hidden units belong to no head

@@ -19,32 +19,45 @@ LARGEST = 2**28  # bytes of a text
 SECONDS = 5  # for connecting, and for each read
 
 
-def download() -> None:
-    """Downloads input.txt. ValueError with a remedy if this fails, or if it is another text."""
-    remedy = f"put the text at {TEXT} or pass --input=FILE"
+def download(url: str) -> bytes:
+    """The content of `url` (http, https, ftp or file). ValueError with a remedy if this fails."""
     try:
-        with urlopen(URL, timeout=SECONDS) as response:
-            content = response.read()
-    except (OSError, HTTPException) as e:
-        raise ValueError(f"cannot download {URL} ({getattr(e, 'reason', e)}); {remedy}") from e
-    found = hashlib.sha256(content).hexdigest()
-    require(found == SHA256, f"{URL} has the SHA-256 {found}, not {SHA256}; {remedy}")
-    write_file(TEXT, content)
+        with urlopen(url, timeout=SECONDS) as response:
+            return response.read()
+    except (OSError, HTTPException, ValueError) as e:
+        cause = getattr(e, "reason", e)
+        raise ValueError(f"cannot download {url} ({cause}); put the text at {TEXT} or pass --input=FILE") from e
+
+
+def shakespeare() -> bytes:
+    """Reads input.txt, or downloads it. ValueError if the download is another text."""
+    if not TEXT.exists():
+        content = download(URL)
+        found = hashlib.sha256(content).hexdigest()
+        fact = f"{URL} has the SHA-256 {found}, not {SHA256}"
+        require(found == SHA256, f"{fact}; get it elsewhere and pass --input=FILE")
+        write_file(TEXT, content)
+    return read_file(TEXT, LARGEST)
 
 
 def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> ShardWriter:
-    """Prepares the text of --input in the tokens of tokenizer_of(text); returns what was written."""
+    """Prepares the text of --input, a file or a URL, in the tokens of tokenizer_of(text); returns what was written."""
     parser = Parser(doc, here)
-    parser.add_argument("--input", type=Path, default=TEXT, help="text file (default: input.txt of shakespeare_char)")
+    parser.add_argument("--input", help="text file or its URL (default: input.txt of shakespeare_char)")
     args = parser.parse_args()
     folder = out_folder(args.out)
-    if args.input == TEXT and not TEXT.exists():
-        download()
-    text = decoded(str(args.input), read_file(args.input.expanduser(), LARGEST))
+    if args.input is None:
+        content = shakespeare()
+    elif "://" in args.input:
+        content = download(args.input)
+    else:
+        content = read_file(Path(args.input).expanduser(), LARGEST)
+    name = args.input or "input.txt"
+    text = decoded(name, content)
     tokenizer = tokenizer_of(text)
     cut = int(len(text) * 0.9)
     val = tokenizer.encode(text[cut:])
-    require(len(val) > 1, f"the last tenth of {args.input} has no two tokens, as it needs; pass a longer text")
+    require(len(val) > 1, f"the last tenth of {name} has no two tokens, as it needs; pass a longer text")
     with ShardWriter(folder, tokenizer) as out:
         out.add("train", tokenizer.encode(text[:cut]))
         out.add("val", val)

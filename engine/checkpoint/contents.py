@@ -12,23 +12,29 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import reason, require
+from data.errors import require
 from data.files import open_regular, read_file
 from engine.parallel.owners import Part
 
 FORMAT = 4  # of state.json, index.json and the names of parameters
 STEP = re.compile(r"step_\d{8,}")
-STATE = (  # keys of state.json, beside its format
-    "step", "samples", "skipped", "ranks", "norms", "best_val_loss", "flags", "scaler", "tokenizer", "tokenizer_hash",
-    "index_sha256",  # of index.json
-    "data",  # since: the sample since when sources are as now; read, weights, hashes: of each; val: hashes of val
-)  # fmt: skip
+SCALER = {
+    "scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int, "_growth_tracker": int,
+}  # fmt: skip
+STATE = {  # what state.json has -> its type, several types, [the type of all items] or {key: type}, which may be empty
+    "step": int, "samples": int, "skipped": int, "ranks": int, "norms": [float], "best_val_loss": (float, NoneType),
+    "flags": dict, "scaler": SCALER, "tokenizer": (dict, NoneType), "tokenizer_hash": (str, NoneType),
+    "index_sha256": str,  # of index.json
+    # Sources are as now since this sample; samples read and weight of each, and hashes of their shards, also of val
+    "data": {"since": int, "read": [int], "weights": [int], "hashes": [str], "val": [str]},
+}  # fmt: skip
 LARGEST_STATE = 2**26  # bytes
 LARGEST_INDEX = 2**34  # bytes; that of ten thousand ranks has fewer
 DTYPES = {  # by the names of safetensors
@@ -69,8 +75,16 @@ def damage_in(path: Path, file: str) -> Iterator[None]:
         text = f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now"
         if path.is_dir():
             remedy = f"bring it back from a copy, or move it out of {path.parent} to go on from the one before it"
-            text = f"checkpoint {path} is damaged: {file}: {reason(error)}; {remedy}"
+            text = f"checkpoint {path} is damaged: {file}: {first_line(error)}; {remedy}"
         raise Damaged(text) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
+    line = str(error).strip().partition("\n")[0][:200]
+    if type(error) is ValueError:
+        return line
+    return f"{type(error).__name__}: {line}"
 
 
 def step_of(path: Path) -> int:
@@ -86,18 +100,38 @@ def steps_in(out_dir: Path) -> list[Path]:
 
 def read_state(path: Path) -> dict:
     """The state that was given to `save`, with "step", "format" and "index_sha256". ValueError for another format.
-    Damaged if state.json is missing or no JSON, or if a key of STATE is missing."""
+    Damaged if state.json is missing or no JSON, or if a key of STATE is missing or impossible."""
     with damage_in(path, "state.json"):
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]
+        require(type(found) is int, f"format is {found!r:.60}")
     if found != FORMAT:
         remedy = "use the version of this program that wrote it, or train again in another --out_dir"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     state.setdefault("data", {})  # of a checkpoint that is older than the key
     with damage_in(path, "state.json"):
-        for key in STATE:
+        for key, kind in STATE.items():
             require(key in state, f"{key} is absent")
+            require(_fits(state[key], kind), f"{key} is {state[key]!r:.60}")
+        data = state["data"]
+        lengths = {len(data.get(key, [])) for key in ("read", "weights", "hashes")}
+        require(len(lengths) == 1, f"data is {data!r:.60}")
     return state
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether the value is of a kind of STATE. Numbers are finite and not negative, an int is below 2**43, so that
+    counting and seeds made of it can go on."""
+    if type(kind) is list:
+        return type(value) is list and all(_fits(item, kind[0]) for item in value)
+    if type(kind) is dict:
+        known = type(value) is dict and value.keys() in (set(), kind.keys())
+        return known and all(_fits(item, kind[key]) for key, item in value.items())
+    if type(value) is int:
+        return kind is int and 0 <= value < 2**43
+    if type(value) is float:
+        return isinstance(value, kind) and 0 <= value < math.inf
+    return type(value) is not bool and isinstance(value, kind)
 
 
 def own_part(x: Tensor | Part) -> Part:

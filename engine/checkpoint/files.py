@@ -14,23 +14,25 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import reason, require
+from data.errors import require, say
 from data.files import fsync, read_file, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_all_ranks, of_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old")
+TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
 LARGEST_NAME = 1000  # bytes of latest and best
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, see `unpadded`
 T = TypeVar("T")
+say_once = cache(say)  # a start looks for its checkpoint several times
 
 
 def save(
@@ -49,19 +51,20 @@ def save(
     try:
         together(lambda: is_first_rank() and _begin(partial_step), group)
         mine = {name: parts[name] for name in _share(parts, rank, group)}
-        written = of_all_ranks(together(lambda: contents.write(file, mine), group), group)
+        written = _gather(together(lambda: contents.write(file, mine), group), group)
         together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best), group)
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
-        fact = f"cannot save checkpoint {final}: {reason(error)}; earlier checkpoints are untouched"
+        reason = getattr(error, "strerror", None) or contents.first_line(error)  # such as: No space left on device
+        fact = f"cannot save checkpoint {final}: {reason}; earlier checkpoints are untouched"
         remedy = "make room or give another --out_dir, on a file system that all ranks share, and resume"
         raise OSError(f"{fact}; {remedy}") from error
 
 
 def find(where: str | Path, which: str = "latest") -> Path:
     """The step directory that the file `which` ("latest" or "best") in `where` names, or `where` if it is one itself.
-    Without the one of `latest`, it is the newest one that exists. Raises FileNotFoundError."""
+    If the user has deleted the step of `latest`, it is the newest one that exists. Raises FileNotFoundError."""
     where = Path(os.path.expanduser(where))
     if not where.is_dir():
         raise FileNotFoundError(f"no directory {where}; give the out_dir of a run, or one of its checkpoints")
@@ -79,6 +82,8 @@ def find(where: str | Path, which: str = "latest") -> Path:
         raise FileNotFoundError(f"no checkpoint in {where}; train with this --out_dir first, without --init_from")
     if which != "latest":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give its directory: {steps[-1]}")
+    if is_first_rank():
+        say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
     return steps[-1]
 
 
@@ -92,9 +97,9 @@ def named_by(pointer: Path) -> str:
 def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "latest") -> T:
     """action(path, state), where path = find(where, which) and state = read_state(path). Every rank calls it, and all
     ranks read the path that the first rank finds. What looks damaged is looked for and read once more, because the run
-    may have deleted or replaced it meanwhile. Raises Damaged."""
+    may have deleted or replaced it meanwhile. Raises Damaged, or OSError if each one was deleted before it was read."""
     failed = None
-    while True:
+    for _ in range(TRIES):
         path = of_first_rank(partial(find, where, which))
         try:
             return action(path, together(partial(read_state, path)))
@@ -102,6 +107,7 @@ def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "lat
             if path == failed:
                 raise
             failed = path
+    raise OSError(f"{where} is saved to faster than it can be read; give the run that saves a larger --keep_last")
 
 
 def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Saved]:
@@ -159,6 +165,15 @@ def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -
             holders[part].append(rank)
     turns = enumerate(holders.items())
     return [name for turn, ((name, _), ranks) in turns if ranks[turn % len(ranks)] == mine]
+
+
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks on the first rank, [] on the others. Every rank calls it."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group) if is_first_rank() else None
+    dist.gather_object(value, values, 0, group)
+    return values or []
 
 
 def _begin(partial_step: Path):

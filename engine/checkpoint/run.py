@@ -4,9 +4,11 @@ A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.
 number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE.
 """
 
+import filecmp
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +21,10 @@ from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
+from engine.checkpoint.contents import damage_in
 from engine.checkpoint.weights import Weights
 from engine.parallel.connection import may_restart
+from engine.parallel.ranks import together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
 from model import Model, ModelConfig
@@ -131,6 +135,16 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
     weights.read(cfg.init_from, fill)
 
 
+def replace_flags(out_dir: Path, step: int):
+    """Replace config.py by config.new. If they differ, the old flags, which led to `step`, stay as config_<step>.py."""
+    old = out_dir / "config.py"
+    new = out_dir / "config.new"
+    kept = out_dir / f"config_{step:08d}.py"
+    if step and old.is_file() and not kept.exists() and not filecmp.cmp(old, new, shallow=False):
+        old.rename(kept)
+    new.rename(old)
+
+
 def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
     """What state.json has of the data after so many samples."""
     return {
@@ -191,11 +205,15 @@ def restore(cfg, run: Step) -> dict:
         tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
         weights.load_tensors(path, tensors, sharded, index)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
-        if f"rng.{ranks.rank}.cpu" in tensors:
-            torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
-        if f"rng.{ranks.rank}.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
+        together(partial(set_random_states, tensors, path))
         return state
+
+    def set_random_states(tensors: dict[str, Tensor], path: Path):
+        with damage_in(path, "the state of random numbers"):
+            if f"rng.{ranks.rank}.cpu" in tensors:
+                torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
+            if f"rng.{ranks.rank}.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
 
     state = checkpoint.read(cfg.out_dir, load)
     if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none

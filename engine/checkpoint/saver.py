@@ -24,6 +24,7 @@ class Checkpoints:
     last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten
     last_written_step   step of the last checkpoint that is known to be on the disk
     best_loss           lowest validation loss so far
+    diverged_step       last step whose evaluation was not finite
 
     With async_checkpoint, `save` returns when this rank's tensors are copied to host memory, and a thread writes the
     copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait for it.
@@ -35,13 +36,15 @@ class Checkpoints:
         self.last_queued_step = step
         self.last_written_step = step
         self.best_loss = best_loss
+        self.diverged_step: int | None = None
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.copies: dict[str, Tensor] = {}
         self.writing: Future | None = None
 
-    def is_best(self, train_loss: float, val_loss: float) -> bool:
-        """Whether these losses are finite, and the validation loss is now the lowest."""
+    def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
+        """Whether these losses of a step are finite, and the validation loss is now the lowest."""
         if not math.isfinite(train_loss) or not math.isfinite(val_loss):
+            self.diverged_step = step
             return False
         if self.best_loss is not None and val_loss >= self.best_loss:
             return False
@@ -63,10 +66,18 @@ class Checkpoints:
         self.wait()
         fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
         remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
-        saved = "nothing is saved yet"
-        if self.last_written_step is not None:
-            saved = f"the last checkpoint is of step {self.last_written_step}"
-        self.fail(f"{fact}; {saved}; {remedy}")
+        self.fail(f"{fact}; {self.known_of_last(bad)}; {remedy}")
+
+    def known_of_last(self, bad: int) -> str:
+        """What is known of the last checkpoint if the loss or its gradient at step `bad` is not finite."""
+        saved = self.last_written_step
+        if saved is None:
+            return "nothing is saved yet"
+        if saved == self.diverged_step:
+            return f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
+        if saved == bad:
+            return f"the checkpoint of step {saved} has the weights of this step, so go back to one before it"
+        return f"the checkpoint of step {saved} is good"
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
         """Save a checkpoint after the one before it; `is_best`: its loss is the lowest so far."""

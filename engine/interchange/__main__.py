@@ -7,6 +7,7 @@ family is the first in families.py that has the run's flags. With --remote_code=
 architecture.
 """
 
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,4 +37,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which nothing half written stays
     command(main)

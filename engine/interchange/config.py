@@ -173,6 +173,9 @@ class Family:
             "rope_theta": cfg.rope_theta, "rope_local_base_freq": cfg.rope_theta_local,
             "rope_scaling": write_scaling(cfg), "layer_types": types,
             "sliding_window": cfg.window or None, "use_sliding_window": cfg.window > 0,
+            # These two, for releases before layer_types
+            "max_window_layers": [*types, SLIDING].index(SLIDING),
+            "sliding_window_pattern": [*types, FULL].index(FULL) + 1,
         }  # fmt: skip
         if "layer_types" in self.keys and not cfg.window:
             written["sliding_window"] = cfg.block_size  # Gemma needs a number even where no layer has a window
@@ -213,7 +216,7 @@ def bias(keys: dict, flags: dict) -> dict:
 
 def scores(keys: dict, flags: dict) -> dict:
     """Gemma's factor of the scores, which goes into the weights; and that of the embeddings, which is no key."""
-    keys.pop("query_pre_attn_scalar")
+    require(keys.pop("query_pre_attn_scalar") > 0, "query_pre_attn_scalar must be positive; correct it")
     return {"embed_scale": flags["n_embd"] ** 0.5}
 
 
@@ -240,6 +243,7 @@ def windows(keys: dict, flags: dict, slides: Callable[[int], bool]) -> dict:
     """window and window_pattern, from layer_types; if the file has none, slides(i) says which layers have a window."""
     L = flags["n_layer"]
     size = keys.pop("sliding_window")
+    express(L < 2**12, f"a number of layers of {L}, but only one below 4096")
     types = keys.pop("layer_types") or [SLIDING if slides(i) else FULL for i in range(L)]
     known = len(types) == L and all(each in (SLIDING, FULL) for each in types)
     express(known, f"layer_types={types!r:.80}, but only {L} times {SLIDING} or {FULL}")

@@ -115,6 +115,8 @@ class Pretrained(Mapping[str, Tensor]):
         if not any(name.startswith(prefix) for name in stored):  # base models lack it
             stored = {prefix + name: each for name, each in stored.items()}
         self.stored = stored
+        L = self.cfg.n_layer
+        self._require(L <= len(stored), f"n_layer={L}, but there are {len(stored)} tensors")
         self.shapes = shapes_of(self.cfg)
         expected = {}
         self.tied_head = ""
@@ -170,7 +172,7 @@ def read_hf(where: str | Path) -> Pretrained:
     folder = locate(str(where))
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
-    config = files.read_json(file)
+    config = read_json(file)
     kind = str(config.get("model_type"))
     family = OWN if kind == "superblock" else FAMILIES.get(kind)
     fact = f"{file}: model_type={kind!r:.80} is not known"
@@ -184,6 +186,7 @@ def read_hf(where: str | Path) -> Pretrained:
 
 def locate(where: str) -> Path:
     """The folder, or the downloaded copy of the model of this name on the hub."""
+    require(where, "hf: names no model; give hf:DIR, or hf:NAME for a model on the hub")
     folder = Path(os.path.expanduser(where))
     if folder.is_dir():
         return folder
@@ -198,6 +201,14 @@ def locate(where: str) -> Path:
         raise ValueError(f"{fact}; {remedy}") from None
 
 
+def read_json(file: Path) -> dict:
+    try:
+        found = dict(files.read_json(file))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} holds no JSON object ({error}); {AGAIN}") from None
+    return found
+
+
 def open_files(folder: Path) -> dict[str, Stored]:
     """The tensors in the safetensors files of the folder, by name. The headers of the files are read and checked."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -206,7 +217,7 @@ def open_files(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
         raise ValueError(f"{folder} has no model.safetensors (pickles are not read); {remedy}")
-    table = files.read_json(index).get("weight_map")
+    table = read_json(index).get("weight_map")
     require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
     out = {}
     for file in dict.fromkeys(map(str, table.values())):
@@ -306,6 +317,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
     """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
     folder = Path(os.path.expanduser(where)).absolute()
     require(not os.path.lexists(folder), f"{where} is there already; delete it, or name another folder")
+    require(folder.parent.is_dir(), f"{where}: there is no folder {folder.parent}; make it, or name another one")
     average = run.startswith("ema:")
     with files.writing(folder), tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as private:
         unfinished = Path(private, folder.name)
@@ -316,6 +328,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
             return path
 
         path = checkpoint.read(run.removeprefix("ema:"), build, which)
+        require(not folder.exists(), f"{where} was written by another program meanwhile; name another folder")
         unfinished.rename(folder)
     return path
 

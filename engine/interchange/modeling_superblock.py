@@ -83,7 +83,11 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
     def texts_of(self, attention_mask: Tensor | None) -> Tensor | None:
         """attention_mask (B, S) -> the documents (B, S) of each row, padding and the text, or None if no padding comes
         before a text. ValueError for zeros inside of a text."""
-        if attention_mask is None or attention_mask.all():
+        if attention_mask is None:
+            return None
+        if attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions; give one of (B, S), 0 for padding")
+        if attention_mask.all():
             return None
         text = attention_mask.cumsum(dim=1) > 0
         ahead = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0

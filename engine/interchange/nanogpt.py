@@ -4,17 +4,20 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
 
 from configurator import convert
+from data.errors import require
 from engine.interchange.families import FAMILIES, TRANSPOSE
 from engine.interchange.huggingface import Pretrained, Stored
 from model import ModelConfig, try_flags
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
 FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GPT2 = FAMILIES["gpt2"].rows.items()  # nanoGPT has GPT-2's names of layers, but stores matrices as we do
 NANOGPT = replace(FAMILIES["gpt2"], rows={ours: tuple(x for x in row if x is not TRANSPOSE) for ours, row in GPT2})
 
@@ -26,8 +29,8 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; {REMEDY}")
     try:
-        # With mmap, the optimizer's two thirds of the file are never read.
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # With mmap, the optimizer's two thirds of the file are never read. Files older than torch 1.6 have no mmap.
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} is not loaded, as it holds more than tensors and plain values; {REMEDY}") from error
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
@@ -44,13 +47,23 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
 
 def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
     """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight. ValueError names a
-    tensor that is absent, has another shape, or holds numbers that are not finite."""
+    tensor that is absent, has another shape, or is not a dense floating-point tensor of finite numbers."""
     place = "nanoGPT checkpoint"
     model_args = {"bias": True, "dropout": 0.0} | model_args  # which older checkpoints lack
     try:
         flags = {name: convert(ModelConfig, name, model_args.get(name), "model_args") for name in FLAGS}
+        require("lm_head.weight" in state, "lm_head.weight is absent")
+        for name, x in state.items():
+            require(dense(x), f"{name} is no dense tensor of floating-point numbers that the file holds")
         try_flags(ModelConfig(**flags))
     except ValueError as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from None
     stored = {name: Stored(tuple(x.shape), x.detach) for name, x in state.items()}
     return flags, dict(Pretrained(place, NANOGPT, {}, flags, stored, REMEDY))
+
+
+def dense(x: object) -> bool:
+    """Whether a value of the checkpoint can be weights, whose numbers the file holds."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested or x.is_meta:
+        return False
+    return x.layout == torch.strided and x.dtype in FLOATS and x.untyped_storage().nbytes() >= x.nbytes

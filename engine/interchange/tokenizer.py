@@ -9,9 +9,11 @@ Qwen2's rules whatever the files say; so `keeps_ids` says for which tokenizers t
 """
 
 import json
+import re
 from pathlib import Path
 
 from data.base_tokenizer import END_OF_TEXT, LETTERS, Tokenizer
+from data.errors import require
 from data.files import write_file
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, HFTokenizer
 
@@ -63,6 +65,8 @@ def converted(tokenizer: CharTokenizer | ByteTokenizer | GPT2Tokenizer):
     from tokenizers import decoders, models, pre_tokenizers
 
     if isinstance(tokenizer, CharTokenizer):
+        fact = "the char vocabulary has a lone surrogate, which no tokenizer.json can hold"
+        require(not re.search("[\ud800-\udfff]", "".join(tokenizer.chars)), f"{fact}; prepare the data from valid text")
         vocabulary = {c: i for i, c in enumerate(tokenizer.chars)}
         encoding = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="no such token"))
         encoding.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")

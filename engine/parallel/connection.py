@@ -8,6 +8,7 @@ with lost_ranks_end_the_run(cfg.out_dir): ...
 import hashlib
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from data.errors import reason, say
+from data.errors import say
 
 
 class Environment(NamedTuple):
@@ -32,10 +33,22 @@ class Environment(NamedTuple):
 
 
 def environment() -> Environment:
-    """The place of this process as torchrun says it in the environment; without torchrun, that of a single process."""
+    """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
+
+    ValueError if these variables are no place of a rank.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return Environment(*(int(os.environ.get(name, value)) for name, value in single.items()))
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    found |= {name: os.environ[name] for name in found if name in os.environ}
+    if all(re.fullmatch("[0-9]{1,9}", text) for text in found.values()):
+        place = Environment(*map(int, found.values()))
+        if place.rank < place.size and place.local_rank < place.local_size:
+            return place
+    said = ", ".join(f"{name}={text}" for name, text in found.items())
+    raise ValueError(
+        f"{said:.200} in the environment is not the place of a rank, which counts from 0; unset these variables, or "
+        "start with torchrun, which sets them"
+    )
 
 
 def connect(cfg, place: Environment, device: torch.device):
@@ -46,13 +59,37 @@ def connect(cfg, place: Environment, device: torch.device):
     timeout = timedelta(seconds=cfg.collective_timeout)
     store = None
     try:
+        find_address(place, cfg.collective_timeout)
         if may_restart():
             store = fresh_store(place.rank, place.size, timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     except (OSError, ValueError, RuntimeError) as error:
         address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).strip().partition("\n")[0][:200]
         where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
-        raise ValueError(f"{where}: {reason(error)}; start all of them with torchrun") from error
+        raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
+
+
+def find_address(place: Environment, seconds: int):
+    """Wait until the address of the ranks' store can be resolved, and until it answers if another process has it.
+    OSError after so many seconds. PyTorch's own attempts print dozens of lines."""
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():  # which PyTorch refuses in a line
+        return
+    own = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if own:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, int(port)), timeout=seconds).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
 
 
 def may_restart() -> bool:

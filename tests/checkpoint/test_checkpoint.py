@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import changes_until_killed, edit_state
+from helpers import changes_until_killed, edit_state, refused, tensors_in
 from safetensors.torch import load_file
 
 import train
@@ -460,12 +460,40 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path, asynchrono
 # ---- What a checkpoint says of itself
 
 
+IMPOSSIBLE = {  # key of state.json -> values that no run saves
+    "step": [-5, True, 2**43, 2**70, "10", 10.0, None],
+    "samples": [-8, True, 2**63, 80.0, "80", None],
+    "skipped": [-1, False, None],
+    "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
+    "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
+    "ranks": [-1, True, 1.0],
+    "flags": [None, [], "x"],
+    "scaler": [None, [], {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"_growth_tracker": -1}],
+    "tokenizer": [3, "x", []],
+    "tokenizer_hash": [7, False],
+    "index_sha256": [None, 5],
+    "data": [None, [], {"since": 1}, DATA | {"read": [1.0]}, DATA | {"val": 3}, DATA | {"read": [1] * 9},
+             DATA | {"more": 1}],
+    "format": [True, "2", 2.0, None],
+}  # fmt: skip
+
+
 def test_a_state_that_cannot_be_is_refused(tmp_path):
     path = save(tmp_path, 10, {"w": torch.ones(2)})
     file = path / "state.json"
     good = file.read_text()
-    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in STATE if key != "data"]
-    for text in (*texts, "[]", "{}", '{"format": 4', "[" * 100_000):
+    for allowed in ({"best_val_loss": None}, {"scaler": SCALER}, {"tokenizer": {}}, {"norms": []}, {"data": DATA}):
+        edit_state(path, **allowed)
+        assert checkpoint.read_state(path).items() >= allowed.items()
+    for key, values in IMPOSSIBLE.items():
+        for value in values:
+            file.write_text(good)
+            edit_state(path, **{key: value})
+            text = message(ValueError, checkpoint.read_state, path)
+            assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r:.50}")
+            assert text.count("; ") == 1 and "delete" not in text
+    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in IMPOSSIBLE if key != "data"]
+    for text in (*texts, "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
         file.write_text(text)
         assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
     file.unlink()
@@ -477,11 +505,18 @@ def test_a_state_that_cannot_be_is_refused(tmp_path):
         assert f"{path} has format {found}, and this program reads format 4; use the version" in text
 
 
-def test_a_start_finds_the_newest_step_if_latest_is_gone(trained, tiny_data, tmp_path, in_this_process):
+def test_a_start_refuses_random_states_of_garbage_and_says_once_that_latest_is_gone(
+    trained, tiny_data, tmp_path, capsys, in_this_process
+):
     out = shutil.copytree(trained, tmp_path / "out")
+    flags = [f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"]
+    state, tensors = checkpoint.read_state(checkpoint.find(out)), tensors_in(out)
+    save(out, 2, tensors | {"rng.0.cpu": torch.full_like(tensors["rng.0.cpu"], 255)}, state)
+    assert "is damaged: the state of random numbers: RuntimeError" in refused(train.main, flags, capsys)
+    save(out, 2, tensors, state)
     (out / "latest").unlink()
-    train.main([f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"])
-    assert checkpoint.named_by(out / "latest") == step_name(3)
+    train.main(flags)
+    assert capsys.readouterr().err.count(f"{out}/latest names no checkpoint, the newest one is") == 1
 
 
 # ---- Readers of a run that saves
@@ -514,6 +549,8 @@ def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):
     assert read(prune, 0) == (1, 1)
     assert read(prune, 3) == (4, 4)
     assert read(replace, 1) == (9, 2)
+    text = message(OSError, read, prune, math.inf)
+    assert "saved to faster" in text and "--keep_last" in text and "damaged" not in text
 
     # What stays is damaged, and what is no matter of the files is asked once.
     calls = []

@@ -21,9 +21,11 @@ from test_checkpoint import load, save
 import evaluate
 import sample
 import train
+from configurator import Config, parse
 from data.files import new_file, write_file
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
+from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import locked
 
 
@@ -94,8 +96,8 @@ def test_a_file_that_its_holder_removes_is_no_lock(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSYS, errno.ENOTSUP])
-def test_network_file_systems(number, tmp_path, monkeypatch):
-    """They lock regular files that are open for writing, or none; then nobody is refused."""
+def test_network_file_systems(number, tmp_path, monkeypatch, capsys):
+    """They lock regular files that are open for writing, or none; then one line says so, and nobody is refused."""
 
     def flock(file, how):
         assert stat.S_ISREG(os.fstat(file).st_mode) and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_RDWR
@@ -105,6 +107,8 @@ def test_network_file_systems(number, tmp_path, monkeypatch):
     for lock in (locked(str(tmp_path)), ShardWriter(tmp_path, ByteTokenizer())):  # as one preparation takes both
         with lock, suppress(RuntimeError):
             raise RuntimeError
+    warning = f"warning: {tmp_path} cannot be locked ({os.strerror(number)}); let no other process write there\n"
+    assert capsys.readouterr().err == warning
 
 
 def test_the_end_of_a_run_leaves_the_lock_of_the_next(tmp_path):
@@ -165,13 +169,17 @@ def test_a_target_is_refused_before_the_work(trained, capsys):
         assert f"error: {target}" in refused(evaluate.main, [f"--out_dir={trained}/no", f"--answers={target}"], capsys)
 
 
-@pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "metrics.jsonl"])
-def test_files_of_forty_gigabytes_are_refused(name, trained, tiny_data, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl"])
+def test_files_of_forty_gigabytes_are_refused_or_replaced(name, trained, tiny_data, tmp_path, capsys):
     out = shutil.copytree(trained, tmp_path / "out")
     [file] = [path for path in tmp_path.rglob(name) if "step" in str(path) or name not in ("state.json", "index.json")]
     os.truncate(file, 40 * 10**9)
     flags = [f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3", "--device=cpu"]
-    assert "40,000,000,000 bytes" in refused(train.main, flags, capsys)
+    if name == "config.py":  # it is kept as it is, beside the new one
+        train.main(flags)
+        assert (out / "config_00000002.py").stat().st_size == 40 * 10**9
+    else:
+        assert "40,000,000,000 bytes" in refused(train.main, flags, capsys)
 
 
 def test_a_checkpoint_needs_no_more_memory_than_it_has(tmp_path):
@@ -209,3 +217,17 @@ def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path):
         winner = runs[codes.index(0)].pid
         assert said.startswith("error: ") and len(said.splitlines()) == 1 and f"belongs to process {winner} on" in said
         assert steps_of(out) == whole
+
+
+def test_earlier_flags_stay(run):
+    """config.py is of the run as it goes on; what led to the step of a resume with other flags is beside it."""
+    flags = ["--max_iters=6", "--lr_decay_iters=40", "--learning_rate=5e-3", "--init_from=resume"]
+    folder = run("--max_iters=4", "--lr_decay_iters=40")
+    first = (folder / "config.py").read_text()
+    for _ in range(2):
+        run(*flags)
+        assert (folder / "config_00000004.py").read_text() == first
+        assert {path.name for path in folder.glob("config*")} == {"config.py", "config_00000004.py"}
+    rates = [parse(Config, [str(folder / name)]).learning_rate for name in ("config.py", "config_00000004.py")]
+    assert rates == [5e-3, 1e-2]
+    assert checkpoint.find(folder).name == "step_00000006"

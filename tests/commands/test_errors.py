@@ -184,21 +184,26 @@ def ended(main, *argv: str) -> int:
     return end.value.code
 
 
-def test_the_exit_code_of_a_command(trained):
-    """Ctrl-C ends it without a traceback."""
+def test_the_exit_code_of_a_command(trained, monkeypatch, capsys):
+    """Ctrl-C ends it without a traceback. A stream that is None, as the shell has closed it, becomes /dev/null."""
 
     def interrupted(argv):
         raise KeyboardInterrupt
 
     assert ended(interrupted) == 128 + signal.SIGINT
+    monkeypatch.setattr(sys, "stdout", None)
     assert ended(sample.main, f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu") == 0
+    monkeypatch.setattr(sys, "stderr", None)
     assert ended(train.main, "--nope=1") == 2
+    monkeypatch.undo()
+    assert len(capsys.readouterr().err.splitlines()) == 1  # about the model
 
 
 def test_a_full_disk_behind_stdout_is_one_line(trained, tmp_path):
     sample = ["sample.py", f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu"]
-    full = [sample, ["train.py", "--help"]]  # whose help is longer than the buffer
-    for program in (*full, ["evaluate.py", "--help"]):
+    full = [sample, [*sample, "--help"], ["train.py", "--help"]]  # whose help is longer than the buffer
+    unbuffered = [["evaluate.py"], ["data/text/prepare.py"], ["-m", "engine.interchange"]]
+    for program in full + [[*name, "--help"] for name in unbuffered]:
         code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
         assert (code, len(err.splitlines())) == (2, 1), f"{program}: {err}"
         assert err.startswith("error: stdout: No space left on device; check"), err
@@ -216,24 +221,31 @@ def test_a_file_that_a_small_disk_cannot_hold_is_named(trained, tmp_path):
 
 
 TOOLS = [f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if "__main__" in path.read_text()]
-PROGRAMS = [path for path in sorted(ROOT.glob("*.py")) if "__main__" in path.read_text()]
+PROGRAMS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]
 PROGRAMS = [[str(path.relative_to(ROOT))] for path in PROGRAMS]
 PROGRAMS += [["-m", name] for name in ("engine.interchange", *TOOLS)]
 
 
 def imported(program: list[str], folder: Path, **chosen: str) -> subprocess.CompletedProcess:
-    """The program in a process that ends when it imports torch. On stdout is for how long torch's OpenMP lets threads
-    spin."""
-    said = "import os, sys\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
-    (folder / "torch.py").write_text(f"{said}sys.exit()\n")
+    """The program in a process that Ctrl-C reaches when it imports torch, or numpy before it. On stdout is for how long
+    torch's OpenMP would let threads spin."""
+    said = "import os, signal\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
+    for name in ("torch", "numpy"):
+        (folder / f"{name}.py").write_text(f"{said}os.kill(os.getpid(), signal.SIGINT)\n")
     env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     env |= chosen | {"PYTHONPATH": str(folder)}
     return subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, env=env)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[-1])
-def test_threads_spin_for_a_short_time(program, tmp_path):
-    assert imported(program, tmp_path).stdout == "20000\n"
+def test_during_the_imports(program, tmp_path):
+    """Ctrl-C ends a program without a traceback, and one that computes lets threads spin for a short time."""
+    expected = "20000\n"
+    if program[0].startswith("data/"):
+        expected = "None\n"
+    done = imported(program, tmp_path)
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert (done.stdout, done.stderr) == (expected, "")
 
 
 def test_how_long_threads_spin_stays_what_the_user_has_set(tmp_path):
@@ -242,6 +254,10 @@ def test_how_long_threads_spin_stays_what_the_user_has_set(tmp_path):
 
 
 ENVIRONMENTS = [
+    ({"RANK": "abc"}, ["RANK=abc, LOCAL_RANK=0, WORLD_SIZE=1", "start with torchrun"]),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5, LOCAL_RANK=0, WORLD_SIZE=2", "is not the place of a rank"]),
+    ({"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+    ({"LOCAL_RANK": "99"}, ["LOCAL_RANK=99", "LOCAL_WORLD_SIZE=1"]),
     ({"WORLD_SIZE": "2"}, ["rank 0 cannot join", "(MASTER_ADDR is not set)", "start all of them with torchrun"]),
     (
         {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},

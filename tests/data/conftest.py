@@ -1,3 +1,4 @@
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ def small(monkeypatch):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """call("text", *flags): the command in this process; returns (exit code, stdout, stderr)."""
+    handler = signal.getsignal(signal.SIGINT)
 
     def run(name: str, *flags: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags)])
@@ -24,4 +26,5 @@ def call(monkeypatch, capsys):
             command.run(load(name).main)
         return end.value.code, *capsys.readouterr()
 
-    return run
+    yield run
+    signal.signal(signal.SIGINT, handler)

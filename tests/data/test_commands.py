@@ -36,8 +36,10 @@ def refused(result, *words: str) -> None:
     ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
     ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
     ("text", ["--input=FIFO"], ["no regular file matches", "FIFO"]),
+    ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
     ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
     ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
+    ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
     ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
     ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
 ])  # fmt: skip
@@ -83,7 +85,7 @@ MAKE = {"FIFO": os.mkfifo, "SOCKET": bind, "FOLDER": os.mkdir, "ENDLESS": lambda
 
 
 @pytest.mark.parametrize("what", MAKE)
-@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
 def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
     """In the place of each file of a data set; no read waits for what never comes."""
     monkeypatch.chdir(tmp_path)
@@ -104,8 +106,10 @@ META = [
         {"name": ""}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"}, {"name": None},
         {"tokens": 2}, {"max_token": 5},
     )),
+    {"vocab_size": 5, "tokenizer": {"kind": "byte"}},
+    {"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}},
     *({"vocab_size": 257, "tokenizer": spec} for spec in (
-        3, {}, {"kind": []}, {"kind": "x" * 9999}, {"kind": "char", "chars": 5},
+        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "x" * 9999}, {"kind": "char", "chars": 5},
         {"kind": "hf", "special": ["eos_token"]},
         {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}},
     )),

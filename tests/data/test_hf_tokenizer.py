@@ -285,7 +285,7 @@ WHOLE = changed(lambda parts: None)
     (changed(lambda parts: parts.update(decoder=WORDPIECE)), "{}", "WordPiece, so its tokens have no bytes; use a"),
     (changed(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
     (WHOLE, '{"eos_token": "<eos>"}', "has no end-of-text token"),
-    (WHOLE, "{", "tokenizer_config.json is no JSON"),
+    (WHOLE, "{", "tokenizer_config.json is damaged"),
     (None, "{}", "lacks tokenizer.json; `hf download NAME"),
 ])  # fmt: skip
 def test_bad_files_are_one_line(tmp_path, content, config, words):
@@ -402,6 +402,12 @@ def choose_of(tokenizer, flags: dict) -> str:
         return choose(model_config(tokenizer, **flags), tokenizer)[1]
     except ValueError as e:
         return str(e)
+
+
+def test_what_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match="the char vocabulary has a lone surrogate, which no"):
+        export_tokenizer(CharTokenizer("a\ud800"), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, monkeypatch):

@@ -126,7 +126,8 @@ def test_works_ahead_but_not_far(monkeypatch):
 
 @pytest.mark.parametrize("last, fits", [(9, True), (10, False), (-1, False)])
 def test_an_id_outside_the_vocabulary_reaches_no_batch(last, fits):
-    """With 10 ids the last one is 9. The id is only a target here, not an input."""
+    """With 10 ids the last one is 9. The id is only a target here, not an input. A file of Megatron may hold negative
+    ones."""
     stream = TokenStream("numbers", shards_of(np.array([1, 2, 3, 4, last], dtype="<i4")), 10)
     with closing(Loader(stream, causal(4), 1)) as loader:
         if fits:

@@ -30,13 +30,13 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
         path.write_bytes(content)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path / "library")
     out = tmp_path / "out"
-    code, said, _ = call("pycode", f"--out={out}")
+    code, said, _ = call("pycode", f"--out={out}", "--val_fraction=0.1")
     assert code == 0 and said.count("\n") == 1
     assert f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out" in said
 
     names = [name for name in sorted(sources) if sources[name] and name.endswith(".py")]
     names = [name for name in names if not LEFT_OUT & {*name.split("/")}]
-    validates, room = set(), 0.05 * sum(len(sources[name]) for name in names)
+    validates, room = set(), 0.1 * sum(len(sources[name]) for name in names)
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         if len(sources[name]) <= room:
             validates.add(name)
@@ -52,9 +52,12 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
-def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path):
+@pytest.mark.parametrize("as_url", [False, True])
+def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path, as_url):
     source = tmp_path / "my text.txt"
     source.write_text(TEXT)
+    if as_url:
+        source = source.as_uri()
     assert call("shakespeare_char", f"--input={source}", f"--out={tmp_path / 'out'}")[0] == 0
     table = {c: i for i, c in enumerate(sorted(set(TEXT)))}
     n = len(TEXT)
@@ -76,12 +79,11 @@ def script(tmp_path, monkeypatch):
 
 def test_shakespeare_download_is_checked(script, tmp_path):
     (tmp_path / "remote.txt").write_text(TEXT[:-1])
-    with pytest.raises(ValueError, match="has the SHA-256 .* or pass --input=FILE"):
-        script.download()
+    with pytest.raises(ValueError, match="has the SHA-256 .*; get it elsewhere and pass --input=FILE"):
+        script.shakespeare()
     assert not script.TEXT.exists()
     (tmp_path / "remote.txt").write_text(TEXT)
-    script.download()
-    assert script.TEXT.read_text() == TEXT
+    assert script.shakespeare().decode() == script.TEXT.read_text() == TEXT
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
@@ -98,9 +100,9 @@ def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer:
             threading.Thread(target=serve, daemon=True).start()
-        monkeypatch.setattr(script, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
         with pytest.raises(ValueError, match="^cannot download http://127.0.0.1.*; put the text at"):
-            script.download()
+            script.download(url)
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(tmp_path, monkeypatch):

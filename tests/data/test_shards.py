@@ -126,6 +126,36 @@ def test_shards_of_other_projects(tmp_path):
     assert read_all(open_data(tmp_path, vocab_size=70_001).split("train")) == [1, 70_000, 3, 4]
 
 
+def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0") -> bytes:
+    """Megatron's .idx, written from its description."""
+    header = magic + struct.pack("<QBQQ", version, code, len(sizes), len(bounds))
+    pointers = [width * sum(sizes[:i]) for i in range(len(sizes))]
+    return header + struct.pack(f"<{len(sizes)}i{len(sizes)}q{len(bounds)}q", *sizes, *pointers, *bounds)
+
+
+@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_megatron_pairs(tmp_path, code, letter):
+    tokens = [5, 64, 0, 17, 101, 3]
+    width = struct.calcsize(letter)
+    for name, part in (("my_train_text_document", tokens), ("val", tokens[2:])):
+        (tmp_path / f"{name}.bin").write_bytes(struct.pack(f"<{len(part)}{letter}", *part))
+        (tmp_path / f"{name}.idx").write_bytes(index_bytes([1, 0, len(part) - 1], [0, 1, 3], code, width))
+    (tmp_path / "other.idx").touch()
+    data = open_data(tmp_path, vocab_size=102)
+    assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
+
+
+@pytest.mark.parametrize("content, fact", [
+    (b"X" + index_bytes([3, 1, 2], [0, 2, 3])[1:], "x_train_y.idx is no index of Megatron"),
+    (index_bytes([3, 1, 2], [0, 3], code=7), "has the token type 7, and known are 1, 2, 3, 4"),
+    (index_bytes([3, 1, 2], [0, 3], code=4, width=4), "x_train_y.bin has 12 bytes, and"),
+])  # fmt: skip
+def test_damaged_index_is_one_line(tmp_path, content, fact):
+    (tmp_path / "x_train_y.bin").write_bytes(bytes(12))
+    (tmp_path / "x_train_y.idx").write_bytes(content)
+    assert fact in error(open_data(tmp_path, vocab_size=9).split, "train")
+
+
 @pytest.mark.parametrize("text, weights", [
     ("0.7,0.3", [7, 3]), ("1,1,1", [1, 1, 1]), ("4,2.0", [2, 1]), ("1,1000000", [1, 10_000]),
     ("0.3333333333,0.6666666667", [3333, 6667]),
@@ -169,8 +199,8 @@ GOOD = shard_bytes(range(200))
 
 
 @pytest.mark.parametrize("content, fact", [
-    (GOOD[:-2], "has 1422 bytes, and its header gives 1424, so it is truncated"),
-    (shard_bytes([]), "holds 0 tokens, but meta.json says 200"),
+    (GOOD[:-2], "has 1422 bytes, and its header or .idx gives 1424, so it is truncated"),
+    (shard_bytes([]), "holds no tokens"),
     (shard_bytes(range(200), magic=20240521), "is no shard, which begins with 20240520 or 20240801"),
     (shard_bytes(range(200), version=2), "is a shard of version 2, not 1"),
     (shard_bytes(range(100)), "holds 100 tokens, but meta.json says 200"),
@@ -190,16 +220,22 @@ def test_damaged_shard_is_one_line(tmp_path, content, fact):
 def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
     """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
     folder = tmp_path_factory.mktemp("damage")
-    content = GOOD
-    damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"]))
+    shard = [("train_000000.bin", GOOD, 1024)]
+    index = index_bytes([150, 50], [0, 1, 2])
+    pair = [("x_train_y.idx", index, len(index)), ("x_train_y.bin", GOOD[1024:], 0)]
+    files = data.draw(st.sampled_from([shard, pair]))
+    for name, content, _ in files:
+        (folder / name).write_bytes(content)
+    name, content, header = data.draw(st.sampled_from(files))
+    damage = data.draw(st.sampled_from(["cut", "lengthen", "flip"] if header else ["cut", "lengthen"]))
     if damage == "cut":
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     elif damage == "lengthen":
         content += data.draw(st.binary(min_size=1, max_size=9))
     else:
-        at = data.draw(st.integers(0, 11) | st.integers(0, 1023))  # the fields are at the start
+        at = data.draw(st.integers(0, 33) | st.integers(0, header - 1))  # most fields are at the start
         content = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
-    (folder / "train_000000.bin").write_bytes(content)
+    (folder / name).write_bytes(content)
     try:
         tokens = read_all(open_data(folder, vocab_size=257).split("train"))
     except ValueError as e:

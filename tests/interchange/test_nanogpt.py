@@ -65,7 +65,7 @@ def gpt2_logits(state, args, idx):
     return norm("ln_f", x) @ state["lm_head.weight"].T
 
 
-def write(path, **changes):
+def write(path, zipped: bool = True, **changes):
     torch.manual_seed(0)
     checkpoint = dict(
         model=nanogpt_state(**ARGS),
@@ -76,7 +76,7 @@ def write(path, **changes):
         config={"dataset": "shakespeare_char", "learning_rate": 1e-3},
     )
     kept = {key: value for key, value in (checkpoint | changes).items() if value is not None}
-    torch.save(kept, path)
+    torch.save(kept, path, _use_new_zipfile_serialization=zipped)
     return path
 
 
@@ -132,10 +132,10 @@ def test_training_starts_from_a_nanogpt_checkpoint(run, tiny_data, tmp_path):
     assert lines[-1]["val_loss"] < lines[0]["val_loss"]
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_reads_what_nanogpt_writes(tmp_path, prefix):
+@pytest.mark.parametrize("prefix, zipped", [("", True), ("", False), ("_orig_mod.", True)])
+def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
     state = nanogpt_state(**ARGS)
-    file = write(tmp_path / "ckpt.pt", model={prefix + name: t for name, t in state.items()})
+    file = write(tmp_path / "ckpt.pt", zipped, model={prefix + name: t for name, t in state.items()})
     model_args, tensors, config = read_nanogpt(file)
     assert model_args == ARGS and tensors.keys() == state.keys() and config["dataset"] == "shakespeare_char"
     assert all(torch.equal(tensors[name], state[name]) for name in state)
@@ -174,6 +174,9 @@ def test_refuses_by_name():
 
 WPE = torch.arange(96.0).reshape(8, 12)  # of the shape that the model asks for
 STRANGE = {
+    "integers": lambda: WPE.long(),
+    "meta": lambda: WPE.to("meta"),
+    "sparse": lambda: WPE.to_sparse(),
     "expanded": lambda: torch.zeros(1).expand(2**31 - 1, 12),
     "NaN": lambda: WPE.where(WPE > 3, math.nan),
     "too large": lambda: WPE.double() * 1e300,
@@ -181,10 +184,11 @@ STRANGE = {
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn):
+@pytest.mark.parametrize("zipped", [True, False])
+def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, zipped):
     for make in STRANGE.values():
         model = nanogpt_state(**ARGS) | {"transformer.wpe.weight": make()}
-        file = write(tmp_path / "ckpt.pt", model=model)
+        file = write(tmp_path / "ckpt.pt", zipped, model=model)
         recwarn.clear()
         with pytest.raises(ValueError, match="transformer.wpe.weight") as error:
             from_nanogpt(*read_nanogpt(file)[:2])
@@ -211,7 +215,7 @@ def test_runs_no_code_and_names_the_file(tmp_path):
 
     write(file, optimizer=Bomb(proof))
     refused("plain values")
-    torch.save(Bomb(proof), file)
+    torch.save(Bomb(proof), file, _use_new_zipfile_serialization=False)
     refused("plain values")
     assert torch.load(file, weights_only=False) == 0 and proof.exists()  # the bomb is live, and only we defuse it
     proof.unlink()

@@ -123,6 +123,7 @@ def test_what_the_forward_cannot_compute_is_refused(both):
         (lambda: theirs(idx, attention_mask=one), hole),
         (lambda: theirs(idx, attention_mask=two), hole),
         (lambda: theirs.generate(idx, attention_mask=after, **go_on), hole),  # once the text goes on
+        (lambda: theirs(idx, attention_mask=mask[:, None, None]), "^attention_mask has 4 dimensions; "),
         (lambda: theirs(idx, position_ids=torch.arange(9)[None]), "^position_ids are not read; "),
         (lambda: theirs.generate(idx, cache_implementation="static", **go_on), "^this model's cache grows with the "),
         (lambda: both("gpt2")[1].generate(tokens(1, 24), **go_on), "a text of 25 tokens does not fit in block_size=24"),

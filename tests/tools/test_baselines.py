@@ -150,7 +150,7 @@ def test_bad_flags(tmp_path, capsys):
     for flags, said in (
         ("--steps=29", "steps=29"),
         ("--seeds=0", "seeds=0 (command line): must be >0"),
-        ("--common=--n_head=5", "n_head=5"),
+        ("--common=--n_head=5", "common=--n_head=5"),
         ("--common=--muon_lr=0.1", "muon_lr; leave it out"),
     ):
         assert said in refused(baselines.main, [f"--out={tmp_path / 'none'}", flags], capsys)

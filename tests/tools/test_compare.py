@@ -106,6 +106,14 @@ def test_wrong_options(fake, monkeypatch, capfd):
         error = refused(main, fake.line(*flags, runs=()), capfd)
         assert all(word in error for word in words), error
     assert not fake.out.exists()
+    fake.out.mkdir()
+    for content in ("{", "[3]"):
+        (fake.out / "compare.json").write_text(content)
+        assert f"{fake.out / 'compare.json'} is damaged (" in refused(main, fake.line(), capfd)
+    os.truncate(fake.out / "compare.json", 40 * 2**30)
+    assert "compare.json is damaged (" in refused(main, fake.line(), capfd)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE is set; start tools.compare without" in refused(main, fake.line(), capfd)
 
 
 # ---- trainings

@@ -8,6 +8,7 @@ The same command continues a comparison that was ended: it skips the trainings t
 The table, which docs/hacking.md describes, is printed and written to --out. The exit code is 1 if a training failed.
 """
 
+import signal
 import sys
 from itertools import chain
 
@@ -27,4 +28,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which the trainings are saved
     command(main)

@@ -1,6 +1,7 @@
 """The table of tools.compare: losses and costs of runs over seeds, and their paired differences, as Markdown."""
 
 import math
+from contextlib import suppress
 from statistics import fmean, median, stdev
 
 T95 = (  # 97.5 % quantile of Student's t with 1, 2, ... degrees of freedom
@@ -66,8 +67,10 @@ def sweep_notes(settings: list) -> list[str]:
     best = min(settings, key=lambda run: run.first_loss)
     losses = ", ".join(f"{run.setting} {run.first_loss:.4f}" for run in settings)
     notes = [f"Run {best.number}, losses at seed 1: {losses}."]
-    if best in (settings[0], settings[-1]):
-        notes.append(f"Run {best.number}: {best.setting} is at an end of the sweep; extend --sweep.")
+    with suppress(ValueError):  # the values are not numbers
+        ordered = sorted(settings, key=lambda run: float(run.setting.partition("=")[2]))
+        if best in (ordered[0], ordered[-1]):
+            notes.append(f"Run {best.number}: {best.setting} is at an end of the sweep; extend --sweep.")
     return notes
 
 

@@ -47,6 +47,7 @@ class CompareConfig(Flags):
     def __post_init__(self):
         """Set `swept`, the flag of the sweep or "", and `settings`, such as learning_rate=1e-3; "" without it."""
         super().__post_init__()
+        require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
         self.swept, _, values = self.sweep.partition("=")
         self.settings = [""]
         if self.sweep:
@@ -73,7 +74,10 @@ class Comparison:
             names = sorted(run.cfg.sources.keys() - {options.swept})
             self.stored[f"run {run.number}"] = {name: getattr(run.cfg, name) for name in names}
         path = self.folder / "compare.json"
-        old = read_json(path) if path.is_file() else self.stored
+        try:
+            old = dict(read_json(path)) if path.is_file() else self.stored
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged ({error}); delete it, or choose another --out") from None
         for name, value in self.stored.items():
             fact = f"{self.folder} holds a comparison with another {name}"
             require(old.get(name) == value, f"{fact}; choose another --out, or delete this folder")
@@ -177,6 +181,7 @@ class Comparison:
 
 def compare(options: CompareConfig, texts: list[str]) -> Comparison:
     """Make the trainings that are left of a comparison. texts: the arguments of train.py of each run."""
+    require("WORLD_SIZE" not in os.environ, "WORLD_SIZE is set; start tools.compare without torchrun")
     if options.jobs > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // options.jobs)))
     with locked(options.out, "out"):
