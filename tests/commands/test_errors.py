@@ -201,9 +201,8 @@ def test_the_exit_code_of_a_command(trained, monkeypatch, capsys):
 
 def test_a_full_disk_behind_stdout_is_one_line(trained, tmp_path):
     sample = ["sample.py", f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu"]
-    full = [sample, [*sample, "--help"], ["train.py", "--help"]]  # whose help is longer than the buffer
-    unbuffered = [["evaluate.py"], ["data/text/prepare.py"], ["-m", "engine.interchange"]]
-    for program in full + [[*name, "--help"] for name in unbuffered]:
+    full = [sample, ["train.py", "--help"]]  # whose help is longer than the buffer
+    for program in (*full, ["evaluate.py", "--help"], ["data/text/prepare.py", "--help"]):
         code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
         assert (code, len(err.splitlines())) == (2, 1), f"{program}: {err}"
         assert err.startswith("error: stdout: No space left on device; check"), err
