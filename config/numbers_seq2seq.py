@@ -1,5 +1,5 @@
 # Translates English words for numbers into German ones, with the original Transformer (arXiv:1706.03762) on pairs: an
-# encoder and a decoder with one vocabulary, of bytes, sinusoidal positions and ReLU. As in train_pycode.py, the norms
+# encoder and a decoder with one vocabulary, of bytes, sinusoidal positions and ReLU. As in pycode_standard.py, norms
 # stand before attention and MLP, nothing has a bias, and the optimizer is Muon. It takes a minute on 2 cores. The
 # validation loss is 0.001 nats per byte, and 98.8 % of the numbers that it was not trained on are translated exactly
 # (docs/results.md).

@@ -1,5 +1,5 @@
-# BERT's objective (arXiv:1810.04805) with ModernBERT's network (arXiv:2412.13663) and train_pycode.py's optimizer, 2 to
-# 3 minutes on 2 cores: an encoder that restores 30 % of the bytes; RoPE, norms before each branch, GEGLU, no biases.
+# BERT's objective (arXiv:1810.04805) with ModernBERT's network (arXiv:2412.13663) and pycode_standard.py's optimizer, 2
+# to 3 minutes on 2 cores: an encoder that restores 30 % of the bytes; RoPE, norms before each branch, GEGLU, no biases.
 # Validation loss 1.384 nats per restored byte (docs/baselines.md).
 dataset = "pycode"
 out_dir = "out/pycode_bert"

@@ -1,4 +1,4 @@
-# GPT-2's network with train_pycode.py's optimizer, 2 to 3 minutes on 2 cores: learned positions, LayerNorm, GELU,
+# GPT-2's network with pycode_standard.py's optimizer, 2 to 3 minutes on 2 cores: learned positions, LayerNorm, GELU,
 # biases. Validation loss 1.549 nats per byte (docs/baselines.md). With nanoGPT's AdamW (cosine, beta2 0.99) it was
 # 2.212 for learning_rate 1e-3 and min_lr 1e-4, and 2.486 for 3e-3 and 3e-4 (measured 2026-11-21).
 dataset = "pycode"

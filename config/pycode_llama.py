@@ -1,4 +1,4 @@
-# Llama's network (arXiv:2302.13971, grouped heads as in arXiv:2307.09288) with train_pycode.py's optimizer, 2 to 3
+# Llama's network (arXiv:2302.13971, grouped heads as in arXiv:2307.09288) with pycode_standard.py's optimizer, 2 to 3
 # minutes on 2 cores: RoPE, RMSNorm, SwiGLU, two query heads per key, embedding and head not tied.
 # Validation loss 1.248 nats per byte (docs/baselines.md).
 dataset = "pycode"

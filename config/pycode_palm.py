@@ -1,4 +1,4 @@
-# PaLM's network (arXiv:2204.02311) with train_pycode.py's optimizer, 2 to 3 minutes on 2 cores: attention and MLP in
+# PaLM's network (arXiv:2204.02311) with pycode_standard.py's optimizer, 2 to 3 minutes on 2 cores: attention and MLP in
 # parallel, one key for all heads, RoPE, SwiGLU. The learning rates are not tuned: muon_lr has its default, 0.02.
 # Validation loss 1.301 nats per byte (measured 2026-11-22).
 dataset = "pycode"

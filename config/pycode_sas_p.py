@@ -1,4 +1,4 @@
-# The simplified parallel block SAS-P (arXiv:2311.01906) with train_pycode.py's other settings, 2 to 3 minutes on 2
+# The simplified parallel block SAS-P (arXiv:2311.01906) with pycode_standard.py's other settings, 2 to 3 minutes on 2
 # cores. Its queries start at zero, so they are not normed. Validation loss 1.412 nats per byte (docs/baselines.md).
 dataset = "pycode"
 out_dir = "out/pycode_sas_p"

@@ -1,4 +1,4 @@
-# train_pycode.py with superblocks, 2 to 3 minutes on 2 cores: heads and MLP share one norm and one residual sum.
+# pycode_standard.py with superblocks, 2 to 3 minutes on 2 cores: heads and MLP share one norm and one residual sum.
 # Validation loss 1.260 nats per byte, as with --block=parallel, which computes the same (docs/baselines.md).
 dataset = "pycode"
 out_dir = "out/pycode_superblock"

@@ -1,4 +1,4 @@
-# train_pycode.py with superblocks of one pool, 2 to 3 minutes on 2 cores: learned slots, which the heads read in a
+# pycode_standard.py with superblocks of one pool, 2 to 3 minutes on 2 cores: learned slots, which the heads read in a
 # softmax of their own, replace the MLP, with as many parameters.
 # Validation loss 1.313 nats per byte (docs/baselines.md). docs/superblock.md says what else was tried.
 dataset = "pycode"

@@ -1,4 +1,4 @@
-# T5 1.1's network and objective (arXiv:1910.10683, 2002.05202) with train_pycode.py's optimizer, 2 to 3 minutes on 2
+# T5 1.1's network and objective (arXiv:1910.10683, 2002.05202) with pycode_standard.py's optimizer, 2 to 3 minutes on 2
 # cores: an encoder, and a decoder that writes the missing spans; RMSNorm, GEGLU, no biases, head not tied. RoPE
 # replaces T5's learned position bias. The encoder needs many steps to learn to collect the context of each blank, and
 # before this the decoder gains nothing from it. So the task of this quick run is easier: windows of 64 bytes, 3 blanks

@@ -23,8 +23,8 @@ from tools.compare.table import aligned, cells, error_notes
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
 TABLES = {  # --table -> name of a variant -> arguments of train.py; muon_lr and learning_rate where the search begins
     "blocks": {
-        "standard": ("config/train_pycode.py", 0.005, 0.006),
-        "parallel": ("config/train_pycode.py --block=parallel", 0.005, 0.006),
+        "standard": ("config/pycode_standard.py", 0.005, 0.006),
+        "parallel": ("config/pycode_standard.py --block=parallel", 0.005, 0.006),
         "superblock in series, 2 groups": ("config/pycode_superblock.py --layer=c,p --n_group=2", 0.005, 0.006),
         "superblock in series, 4 groups": ("config/pycode_superblock.py --layer=c,p --n_group=4", 0.005, 0.006),
         "superblock, 2 groups": ("config/pycode_superblock.py --n_group=2", 0.01, 0.012),
@@ -45,7 +45,7 @@ LAYERS = {  # other tables -> values of --layer, and further flags
     + ["c,p.heads", "c,c.stream.relu2.none", "c,p.softmax", "c,p.matrix", "c,c"],
 }
 for name, layers in LAYERS.items():
-    superblock = "config/train_pycode.py --block=superblock --layer="
+    superblock = "config/pycode_standard.py --block=superblock --layer="
     TABLES[name] = {each: (f"{superblock}{each}", 0.005, 0.006) for each in layers}
 GRID = {
     "muon_lr": [0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08],

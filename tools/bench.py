@@ -1,7 +1,7 @@
 """Measures how fast this machine trains, decodes and loads data, and compares training runs and checkouts.
 
     python -m tools.bench                                   # a table for this machine, a minute
-    python -m tools.bench --config=make-train               # one of its configurations (CONFIGS in tools/speed.py)
+    python -m tools.bench --config=4L/192/T256/B8           # one of its configurations (CONFIGS in tools/speed.py)
     python -m tools.bench --against=../nanoGPT config/train_shakespeare_char.py --device=cpu ...
     python -m tools.bench --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
 

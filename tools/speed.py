@@ -31,7 +31,7 @@ from tools.child import ROOT
 CONFIGS = {  # name -> arguments of train.py, with the size of the vocabulary of the data that a file names
     "4L/128/T64/B12": "config/train_shakespeare_cpu.py --vocab_size=65",
     "6L/384/T256/B8": "config/train_shakespeare_char.py --batch_size=8 --dropout=0.0 --vocab_size=65",
-    "make-train": "config/train_pycode.py --compile=auto --vocab_size=257",
+    "4L/192/T256/B8": "config/pycode_standard.py --compile=auto --vocab_size=257",
     "124M": "config/train_gpt2.py --vocab_size=50304 --device=cuda",
 }
 WARM, ROUND, LEAST, SECONDS = 3, 3, 2, 5.0  # steps before the timing, and of a round; rounds; seconds of all rounds

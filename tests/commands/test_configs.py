@@ -41,7 +41,8 @@ PARAMETERS = {
     "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
     "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 2 * 176 + 2 * 44) + 176,
     "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,
-    "train_pycode": quick(12 * C**2 + 2 * C + 2 * D),
+    "train_pycode": quick(12 * C**2 + C + 2 * D + 4 * C),  # four taps of each channel
+    "pycode_standard": quick(12 * C**2 + 2 * C + 2 * D),
     # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
     "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
     # 4 experts of four squares each, their routers and biases
@@ -115,10 +116,11 @@ def test_record_reads_back_equal(tmp_path, name):
 
 @pytest.mark.parametrize("name, like, changed", [
     ("train_superblock_124m", "train_gpt2", {"block"}),
-    ("pycode_superblock", "train_pycode", {"block"}),
-    ("pycode_superblock_joint", "train_pycode", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
+    ("train_pycode", "pycode_standard", {"block", "conv", "muon_lr", "muon_momentum"}),
+    ("pycode_superblock", "pycode_standard", {"block"}),
+    ("pycode_superblock_joint", "pycode_standard", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
     ("pycode_superblock_moe", "pycode_superblock", {"layer", "n_expert", "balance_rate", "muon_lr"}),
-    ("pycode_sas", "train_pycode", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
+    ("pycode_sas", "pycode_standard", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
     ("pycode_sas_p", "pycode_sas", {"block"}),
 ])  # fmt: skip
 def test_compares_like_with_like(name, like, changed):
@@ -131,7 +133,7 @@ def test_compares_like_with_like(name, like, changed):
 
 def test_quick_files_are_the_tuned_runs():
     """A quick file sets what its command in docs/baselines.md sets, and its comment has the loss of its row there."""
-    page = (FILES["train_pycode"].parent.parent / "docs" / "baselines.md").read_text(encoding="utf-8")
+    page = (FILES["pycode_standard"].parent.parent / "docs" / "baselines.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .* \| [\d,]+ +\| (\d\.\d+) \(", page, re.MULTILINE)
     commands = re.findall(r"^python train\.py config/(.*)\.py (.*--out_dir=out/baseline\d+)$", page, re.MULTILINE)
     found, made_by_compare = set(), {"compile", "eval_interval", "eval_iters", "seed", "out_dir", "sources"}
@@ -145,5 +147,5 @@ def test_quick_files_are_the_tuned_runs():
         said = re.search(r"Validation loss (\d\.\d{3}) nats", FILES[name].read_text(encoding="utf-8"))[1]
         assert abs(float(said) - float(loss)) < 6e-4, name
         found.add(name)
-    untuned = {"pycode_palm", "pycode_moe", "pycode_superblock_moe"}
+    untuned = {"train_pycode", "pycode_palm", "pycode_moe", "pycode_superblock_moe"}
     assert found == {name for name in FILES if read(name).dataset == "pycode"} - untuned

@@ -52,8 +52,8 @@ def test_wrong_options(monkeypatch, capfd):
         (["--run='", "x"], ["--run='", "quotation"]),
         (["--rounds=0", "x"], ["rounds=0", "must be >0"]),
         (["x", "--log_interval=5"], ["--log_interval=5", "tools.bench sets"]),
-        (["--config=4L"], ["config=4L", "4L/128/T64/B12", "make-train"]),
-        (["--config=make-train", "--max_iters=9"], ["config=make-train", "leave one out"]),
+        (["--config=4L"], ["config=4L", "4L/128/T64/B12", "4L/192/T256/B8"]),
+        (["--config=4L/192/T256/B8", "--max_iters=9"], ["config=4L/192/T256/B8", "leave one out"]),
         (["--config=124M"], ["config=124M needs a GPU with CUDA"]),
     ):
         line = refused(bench.main, argv, capfd)

@@ -91,7 +91,7 @@ def fake(tmp_path, tiny_data, monkeypatch):
 def test_wrong_options(fake, monkeypatch, capfd):
     monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
     for flags, words in (
-        (["--seeds=2"], ["--run", "config/train_pycode.py"]),
+        (["--seeds=2"], ["--run", "config/pycode_standard.py"]),
         (["--run=", "--seeds=21"], ["seeds=21", "must be <=20"]),
         (["--run=", "--sweep=learning_rate=1e-3,1e-3"], ["two or more"]),
         (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),

@@ -1,6 +1,6 @@
 """Trains several models with several seeds, and writes a table of their losses, costs and speeds.
 
-    python -m tools.compare --run=config/train_pycode.py --run="config/train_pycode.py --block=parallel" --seeds=3
+    python -m tools.compare --run=config/pycode_standard.py --run="config/pycode_standard.py --block=parallel" --seeds=3
     python -m tools.compare --run=... --run=... --sweep=learning_rate=1e-3,2e-3,4e-3 --match=flops --out=out/rates
 
 Each --run holds arguments of train.py, and each training is an ordinary run of train.py in its own folder below --out.
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None):
     with user_errors():
         options = parse(CompareConfig, argv, __doc__)
         texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
-        require(texts, "--run is missing; give train.py's arguments, such as --run=config/train_pycode.py")
+        require(texts, "--run is missing; give train.py's arguments, such as --run=config/pycode_standard.py")
         done = compare(options, texts)
         return int(any(run.errors for run in chain.from_iterable(done.candidates)))
 
