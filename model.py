@@ -597,7 +597,6 @@ class Heads(nn.Module):
     initial: dict[str, Normal | float | Tensor] = {}
     causal = False  # as in ops.Mask
     window = 0
-    cache = None  # decoding sets a KVCache
 
     def __init__(self, cfg: ModelConfig, reader: Reader):
         super().__init__()
@@ -608,6 +607,7 @@ class Heads(nn.Module):
         self.phi = phi_of_heads(cfg, reader)
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
+        self.cache = None  # decoding sets a KVCache; on the class, its first text would have blocks compiled again
         self.gate = None
         head_norm = RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
