@@ -15,7 +15,7 @@ RUN := out/pycode
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
 	$(BIN)/python sample.py --out_dir=$(RUN) --start="def main(" --max_new_tokens=400
-	@echo 'next: $(BIN)/python sample.py --out_dir=$(RUN) --start="class Reader:" --temperature=0.5'
+	@echo 'next: $(BIN)/python sample.py --out_dir=$(RUN) --start="if __name__" --temperature=0.5'
 	@echo 'or train the standard block: $(BIN)/python train.py config/pycode_standard.py'
 
 test quick: export PYTHONDONTWRITEBYTECODE =# even where it is set: else each of the processes compiles all files anew

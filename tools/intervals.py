@@ -22,14 +22,14 @@ def is_comparison(folder: str) -> bool:
 
 
 def rows_of(folder: str) -> list[Row]:
-    """The finished runs of a comparison. ValueError if the first run has no result yet."""
-    stored = read_json(Path(folder).expanduser() / "compare.json")
-    runs = [run for run in stored.get("runs", []) if run["seeds"]]
-    require(len(runs) > 1, f"{folder} has no two runs with results yet; continue its tools.compare")
-    common = set.intersection(*(set(run["arguments"]) for run in runs))
+    """The runs of a comparison that have results with a seed of the first one. ValueError if it is alone."""
+    runs = read_json(Path(folder).expanduser() / "compare.json")["runs"]
     first = runs[0]["seeds"]
+    paired = [run for run in runs if run["seeds"].keys() & first.keys()]
+    require(len(paired) > 1, f"{folder} has no two runs with results of one seed yet; continue its tools.compare")
+    common = set.intersection(*(set(run["arguments"]) for run in paired))
     rows = []
-    for run in runs:
+    for run in paired:
         words = [word for word in run["arguments"] if word not in common]
         losses = {seed: result["loss"] for seed, result in run["seeds"].items()}
         differences = [loss - first[seed]["loss"] for seed, loss in losses.items() if seed in first]

@@ -4,9 +4,11 @@ that only writes metrics, and once with the real one."""
 import json
 import math
 import os
+import runpy
 import shlex
 import signal
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,19 @@ def test_ctrl_c_lets_trainings_save(fake, capfd):
     (fake.folder / "slow").unlink()
     assert fake("--seeds=2") == 0
     assert fake.calls() == ["run1-seed1", "run1-seed1*", "run2-seed1", "run1-seed2", "run2-seed2"]
+
+
+def test_ctrl_c_reaches_the_command(monkeypatch, capfd):
+    """Imports let it end the process at once; while trainings run, it is an exception."""
+    monkeypatch.setattr(sys, "argv", ["tools.compare", "--help"])
+    monkeypatch.delitem(sys.modules, "tools.compare.__main__")  # of which runpy would warn
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_module("tools.compare", run_name="__main__")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def compared(folder: Path, argv: list[str]):

@@ -167,12 +167,13 @@ def test_files(make, tmp_path, capsys):
 
 
 def test_intervals_of_a_comparison(picture, tmp_path, capsys):
-    """Only seeds that the first run has are compared; a run that is not finished is left out."""
+    """Only seeds that the first run has are compared; a run that has none of them is left out."""
     losses = {"--layer=c,p": [1.0, 1.2], "--layer=c+p": [1.5, 1.3, 9.0], "--layer=p,c": []}
     runs = []
     for words, found in losses.items():
         seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(found, 1)}
         runs.append({"arguments": ["--compile=True", words], "seeds": seeds})
+    runs.append({"arguments": ["--compile=True", "--layer=c,c"], "seeds": {"3": {"loss": 2.0}}})
     (tmp_path / "compare.json").write_text(json.dumps({"runs": runs}))
     (axes,) = picture(str(tmp_path)).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
@@ -182,7 +183,7 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     low, high = axes.collections[-1].get_segments()[0][:, 0]  # the bar of the second run
     assert (low, high) == (pytest.approx(0.3 - 12.706 * 0.2), pytest.approx(0.3 + 12.706 * 0.2))
     (tmp_path / "compare.json").write_text(json.dumps({"runs": runs[2:]}))
-    assert "has no two runs with results yet" in refused(plot.main, [tmp_path], capsys)
+    assert "has no two runs with results of one seed yet" in refused(plot.main, [tmp_path], capsys)
 
 
 def test_refusals(make, tmp_path, capsys):
