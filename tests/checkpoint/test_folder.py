@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import random
 import resource
 import shutil
 import stat
@@ -14,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, losses, refused, steps_of
-from ranks import begin
+from helpers import TINY, losses, refused
 from test_checkpoint import load, save
 
 import evaluate
@@ -192,31 +190,6 @@ def test_a_checkpoint_needs_no_more_memory_than_it_has(tmp_path):
         load(path, {"w": torch.zeros(2)})
         os._exit(0)
     assert os.waitpid(process, 0)[1] == 0
-
-
-@pytest.mark.slow
-def test_pairs_of_runs_do_not_mix(run, tiny_data, tmp_path):
-    """Two at once or one a little later, both fresh or both resumed, while a checkpoint is written every 3 steps."""
-    flags, rng = ["--max_iters=250", "--lr_decay_iters=400", "--save_interval=3"], random.Random(0)
-    whole = steps_of(run(*flags, out="whole"))
-    for pair in range(10):
-        out, late, runs = tmp_path / f"out{pair}", rng.uniform(0.1, 1) * (pair // 2 % 2), []
-        command = ["train.py", *TINY, f"--dataset={tiny_data}", *flags, f"--out_dir={out}"]
-        if pair % 2:
-            run(*flags, "--max_iters=6", out=out.name)
-            command.append("--init_from=resume")
-        for number in range(2):
-            time.sleep(late * number)
-            (tmp_path / f"{pair}.{number}").mkdir()
-            runs.append(begin(command, tmp_path / f"{pair}.{number}"))
-        for each in runs:
-            each.join()
-        codes = [each.exitcode for each in runs]
-        assert codes == [0, 2] or (codes == [2, 0] and not late), "the one that came first has to win"
-        said = (tmp_path / f"{pair}.{codes.index(2)}" / "stderr").read_text()
-        winner = runs[codes.index(0)].pid
-        assert said.startswith("error: ") and len(said.splitlines()) == 1 and f"belongs to process {winner} on" in said
-        assert steps_of(out) == whole
 
 
 def test_earlier_flags_stay(run):

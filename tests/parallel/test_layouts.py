@@ -4,10 +4,8 @@ Losses and gradient norms of some steps (a model of FSDP: 20) and the evaluation
 float64 and some in float32. The processes are real (gloo); each launch makes several runs.
 """
 
-import itertools
 import shutil
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,15 +24,12 @@ from helpers import (
     steps_of,
 )
 from ranks import launch, train_runs
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
 from configurator import Config, parse
 from engine import optim
-from engine.checkpoint.files import VOCAB_WEIGHTS
-from engine.parallel import tensor as tensor_parallel
 from engine.parallel.context import local_pieces
 from engine.parallel.ranks import check_layout, join, of_all_ranks
 from engine.parallel.recomputation import MATMULS, recompute
@@ -404,41 +399,6 @@ def test_selective_recomputation_keeps_every_second_product(block):
         found[kind] = len(products), torch.cat([p.grad.flatten() for p in lm.parameters()])
     assert [n - found["none"][0] for n, _ in found.values()] == [0, 2 * 1, 2 * 3]  # in two layers
     assert torch.equal(found["selective"][1], found["none"][1])
-
-
-DRAWN = [(flags, "--parallel=fsdp --tp=2") for flags in OF_TP.values()]
-DRAWN += zip(OF_TP.values(), itertools.cycle(["--parallel=fsdp", "--parallel=fsdp --dp_replicate=2", "--pp=2"]))
-DRAWN += [(EXPERTS, layout) for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2")]
-DRAWN += [(STANDARD, "--pp=2 --tp=2")]
-
-
-@pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
-def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
-    """The third of four ranks draws what distributing the whole weights gives it, by `fill` and by PyTorch."""
-    cfg = parse(Config, [*TINY, *SIZES, *flags, "--vocab_size=261", *layout.split()])
-    weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
-    try:
-        check_layout(cfg, 4)
-    except ValueError as error:
-        pytest.skip(f"refused: {error}")
-    replica = ShardedModel(cfg, join(cfg))
-    replica.init_weights(cfg.seed)
-    drawn = {name: local(p).clone() for name, p in replica.model.named_parameters()}
-    replica.fill(weights | {"head.weight": weights.get("head.weight", weights["wte.weight"])})
-    for name, p in replica.model.named_parameters():
-        part, whole = drawn[name], weights.get(name, weights["wte.weight"]).detach()
-        whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, replica.shapes[name][0] - len(whole)))
-        cut = tensor_parallel.sharded_dim(replica.model, name) if cfg.tp > 1 else None
-        if cut is not None:
-            whole = whole.chunk(cfg.tp, cut)[2 % cfg.tp]
-        if name in replica.cut_by_ep:
-            whole = whole.chunk(cfg.ep)[2 // cfg.tp % cfg.ep]
-        if isinstance(p, DTensor):
-            whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
-        assert torch.equal(local(p), whole), name
-        if name in VOCAB_WEIGHTS and layout.endswith("tp=2"):  # the padding is drawn, and not filled
-            part = part[: len(part) - 1]
-        assert torch.equal(part, local(p)[: len(part)]), name
 
 
 # ---- Checkpoints move
