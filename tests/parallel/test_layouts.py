@@ -4,8 +4,10 @@ Losses and gradient norms of some steps (a model of FSDP: 20) and the evaluation
 float64 and some in float32. The processes are real (gloo); each launch makes several runs.
 """
 
+import itertools
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +23,6 @@ from helpers import (
     figures,
     in_both,
     losses,
-    steps_of,
 )
 from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +34,7 @@ from engine import optim
 from engine.parallel.context import local_pieces
 from engine.parallel.ranks import check_layout, join, of_all_ranks
 from engine.parallel.recomputation import MATMULS, recompute
-from engine.parallel.sharded import ShardedModel, local
+from engine.parallel.sharded import ShardedModel
 from model import Model
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
@@ -68,7 +69,6 @@ FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split(
 LOSS = "--z_loss=0.1 --logit_softcap=5.0".split()
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 RECOMPUTED, SELECTED = ["--activation_checkpoint=full"], ["--activation_checkpoint=selective"]
-VALUES = ["--block=simplified", "--simplified_value_proj=all"]
 SPANS = "--objective=seq2seq --corrupt_ratio=0.25 --span_length=1.0".split()
 OF_TP = {
     "llama": [*GATED, *MUON],
@@ -125,11 +125,8 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
     "meshes": (4, {
         "hsdp": (SIMPLIFIED, [*FSDP, "--dp_replicate=2"]),
         "fsdp+tp": ([*GATED, "--conv=4", *MUON, *SELECTED], LAYOUTS["fsdp+tp"]),
-        "fsdp+tp, values": ([*VALUES, "--bias=True", *MUON], LAYOUTS["fsdp+tp"]),
         "fsdp+cp": (SIMPLIFIED, [*FSDP, "--cp=2", *TWO]),
         "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
-        "hsdp+ep": ([*EXPERTS, *MUON], [*FSDP, "--dp_replicate=2", "--ep=2"]),
-        "fsdp+ep, shards": ([*EXPERTS, *MUON, "--n_expert=6", *SELECTED], [*FSDP, "--ep=2"]),
         "ep+tp": ([*EXPERTS, *MUON], ["--ep=2", "--tp=2", *TWO]),
         "ep+cp": (EXPERTS, ["--ep=2", "--cp=2", *TWO]),
         "ep+pp": ([*EXPERTS, *MUON], ["--ep=2", "--pp=2"]),
@@ -140,26 +137,10 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
         "pp+tp": ([*LAYERS, "--objective=masked", *LOSS, "--tie_weights=False", *MUON], ["--pp=2", "--tp=2", *TWO]),
         "pp+cp": ([*DOCUMENTS, "--pos=alibi", "--conv=4", *EXPERTS], ["--pp=2", "--cp=2", *TWO]),
         "fsdp+chunks": ([*GATED, *MUON, "--n_layer=5", *RECOMPUTED], [*FSDP, *CHUNKS]),
-        "fsdp+chunks, kept": ([*SIMPLIFIED, "--n_layer=4", "--fsdp_reshard=False"], [*FSDP, *CHUNKS]),
-        "chunks+tp": ([*GATED, *MUON, "--n_layer=5", "--z_loss=0.1"], [*CHUNKS, "--tp=2", *TWO]),
-        "chunks+cp": ([*LAYERS, *MUON, "--n_layer=4"], [*CHUNKS, "--cp=2", *TWO]),
         "four stages": ([*GATED, "--tie_weights=False", "--n_layer=9", "--doc_mask=True"], ["--pp=4", "--pp_chunks=2"]),
     }),
-    "eight": (8, {"fsdp+chunks+tp": ([*GATED, *MUON, "--n_layer=4"], [*FSDP, *CHUNKS, "--tp=2"])}),
 }  # fmt: skip
-CHOICES = ("--n_expert", "--spike_factor")  # flags with which a step depends on which of two numbers is larger
 NARROW = {"fsdp": ["20 steps"]}  # what is computed in float32 too, where no rounding changes a choice
-SLOW = {  # of whose parts each two meet in other runs, too
-    "fsdp+tp, values", "hsdp+ep", "fsdp+ep, shards", "fsdp+chunks, kept", "chunks+tp", "chunks+cp", "fsdp+chunks+tp",
-}  # fmt: skip
-RUNS = []
-for each, (_, runs) in LAUNCHES.items():
-    if quick := [name for name in runs if name not in SLOW]:
-        RUNS.append(pytest.param(each, quick, NARROW.get(each, []), id=each))
-    rounded = [name for name, (flags, _) in runs.items() if not any(flag.startswith(CHOICES) for flag in flags)]
-    RUNS.append(pytest.param(each, [*runs], rounded, id=f"{each}-float32", marks=pytest.mark.slow))
-
-
 ALONE = {}
 
 
@@ -176,13 +157,17 @@ def alone(run):
     return call
 
 
-@pytest.mark.parametrize("launched,names,in_float32", RUNS)
-def test_losses_do_not_depend_on_the_layout(launched, names, in_float32, alone, many):
+@pytest.mark.parametrize("launched", LAUNCHES)
+def test_losses_do_not_depend_on_the_layout(launched, alone, many):
     processes, runs = LAUNCHES[launched]
-    flags = in_both({name: [*SIZES, *runs[name][0], *runs[name][1]] for name in names})
+    in_float32 = NARROW.get(launched, [])
+    flags = in_both({name: [*SIZES, *of_model, *how] for name, (of_model, how) in runs.items()})
     chosen = [(name, each) for name, each in flags if name in in_float32 or IN_FLOAT64 in each]
     folder = many(processes, *chosen, saved=False)
-    one = {name: partial(alone, *runs[name][0], *(x for x in runs[name][1] if x in TWO)) for name in names}
+    one = {
+        name: partial(alone, *of_model, *(flag for flag in how if flag in TWO))
+        for name, (of_model, how) in runs.items()
+    }
     assert_same_but_for_rounding(folder, one, in_float32)
 
 
@@ -303,51 +288,23 @@ def pretended(monkeypatch):
 
 
 class Sent(TorchDispatchMode):
-    """What collectives send: (name, dtype, numbers) -> how often."""
+    """How often each collective sends."""
 
     def __init__(self):
         super().__init__()
         self.seen = Counter()
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if f.namespace == "c10d":
-            x = args[0][0] if isinstance(args[0], list) else args[1]
-            self.seen[f.__name__.partition(".")[0], x.dtype, x.numel()] += 1
-        elif f.namespace == "_c10d_functional" and "wait" not in f.__name__:
-            self.seen[f.__name__.partition(".")[0], args[0].dtype, args[0].numel()] += 1
+        if f.namespace in ("c10d", "_c10d_functional"):
+            self.seen[f.__name__.partition(".")[0]] += 1
         return f(*args, **(kwargs or {}))
 
 
-def step(rank: ShardedModel, micro_steps: int = 1):
-    """A step on four texts, the same in all micro-steps."""
+def step(rank: ShardedModel):
+    """A step of one micro-batch of four texts."""
     text = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(rank.ranks.data_rank))
     batch = {"idx": text[:, :-1], "targets": text[:, 1:]}
-    rank.backward(iter([batch] * micro_steps), micro_steps, torch.amp.GradScaler("cpu", enabled=False))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp_sends_weights_in_the_flags_dtype_and_gradients_in_float32(pretended, reshard, tied):
-    """Of blocks, and of embedding, last norm and head if these are not tied; otherwise in float32 both ways. Two copies
-    of two shards add theirs. A step of two micro-batches, which gather the last of two blocks once for both ways."""
-    flags = ["--dp_replicate=2", f"--fsdp_reshard={reshard}", f"--tie_weights={tied}", "--dtype=bfloat16"]
-    cfg = parse(Config, [*TINY, *SIZES, *FSDP, *flags, "--vocab_size=257", "--gradient_accumulation_steps=8"])
-    replica = ShardedModel(cfg, join(cfg))
-    replica.init_weights(cfg.seed)
-    with Sent() as sent:
-        step(replica, 2)
-    units = ["blocks.0.", "wte", ("norm", "head"), "pos"] if not tied else ["blocks.0.", ("wte", "pos", "norm")]
-    of_block, *of_others = (
-        sum(-(-len(p) // 2) * p[0].numel() for name, p in Model(cfg).named_parameters() if name.startswith(unit))
-        for unit in units
-    )
-    expected = Counter({("_allgather_base_", torch.bfloat16, of_block): 2 * (3 if reshard else 2)})
-    for n in of_others:
-        expected["_allgather_base_", torch.float32 if n == of_others[-1] else torch.bfloat16, n] = 2
-    for n, times in ({of_block: 2} | dict.fromkeys(of_others, 1)).items():
-        expected["_reduce_scatter_base_", torch.float32, 2 * n] = times * (2 if reshard else 1)  # micro-steps
-        expected["allreduce_", torch.float32, n] = times
-    assert sent.seen == expected
+    rank.backward(iter([batch]), 1, torch.amp.GradScaler("cpu", enabled=False))
 
 
 def keep_gains():
@@ -401,71 +358,69 @@ def test_selective_recomputation_keeps_every_second_product(block):
     assert torch.equal(found["selective"][1], found["none"][1])
 
 
+DRAWN = [*zip(OF_TP.values(), itertools.cycle(["--parallel=fsdp --tp=2", "--parallel=fsdp --dp_replicate=2"]))]
+DRAWN += [(EXPERTS, layout) for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2")]
+DRAWN += [(STANDARD, "--pp=2 --tp=2")]
+
+
+@pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
+def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
+    """The third of four, all bits; the trainings above and those that move show that it is the layout's part."""
+    cfg = parse(Config, [*TINY, *SIZES, *flags, "--vocab_size=261", *layout.split()])
+    weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
+    replica = ShardedModel(cfg, join(cfg))
+    replica.init_weights(cfg.seed)
+    for name, p in replica.model.named_parameters():
+        part, whole = replica.part(name, p), weights.get(name, weights["wte.weight"]).detach()
+        padded = torch.full(part.shape, torch.nan)  # of the vocabulary
+        padded[: len(whole)] = whole
+        expected = part.of(padded)
+        known = ~expected.isnan()
+        assert torch.equal(part.tensor[known], expected[known]), name
+
+
 # ---- Checkpoints move
 
 
-MOVES = [  # processes, layout
-    (4, [*FSDP, "--ep=2"]),
-    (2, ["--parallel=ddp"]),
-    (2, ["--ep=1", "--tp=2"]),
-    (2, ["--tp=1", "--pp=2"]),
+MOVES = [  # processes, layout, sequences of a micro-batch, micro-batches of a step
+    (4, [*FSDP, "--ep=2"], 4, 4),
+    (2, ["--parallel=ddp"], 2, 8),
+    (2, ["--ep=1", "--tp=2"], 4, 3),
+    (2, ["--tp=1", "--pp=2"], 1, 12),
+    (1, ["--pp=1"], 12, 1),
 ]
 
 
-def test_a_run_moves_from_layout_to_layout(run, alone, many):
-    """A step each on shards, experts, slices, stages and one process: all as on one, in float64. The first of two
-    layers is dense."""
-    n = len(MOVES) + 1
-    common = [*GATED, *EXPERTS, *MUON, *HALVES, f"--lr_decay_iters={n}", IN_FLOAT64]
-    for step, (processes, how) in enumerate(MOVES, 1):
-        resume = ["--init_from=resume"] * (step > 1)
-        many(processes, ("moved", [*SIZES, *common, *how, *resume, f"--max_iters={step}"]))
-    moved = losses(run(*SIZES, *common, "--pp=1", "--init_from=resume", f"--max_iters={n}", out="moved"))
-    assert len(moved) == n + n + 1 and distance(moved, alone(*common, f"--max_iters={n}")) < 1e-9
-
-
-STAGES = [  # ranks, last step, batch_size, gradient_accumulation_steps, how
-    (1, 2, 4, 2, []),
-    (2, 4, 4, 2, []),
-    (4, 6, 1, 12, FSDP),
-    (1, 7, 12, 1, ["--parallel=ddp"]),
-]
-
-
-def test_more_ranks_and_other_batches_repeat_no_data(run, many):
-    """A run on one process, on two, on four with larger steps and on one again has the losses of one process, which
-    reads the data in their order."""
-    flags = []
-    for number, (ranks, last, batch, accumulation, how) in enumerate(STAGES):
-        sizes = [f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}", f"--max_iters={last}"]
-        flags.append([*sizes, *how, "--lr_decay_iters=40", "--eval_interval=0", "--eval_iters=1", IN_FLOAT64])
-        flags[-1] += ["--init_from=resume"] * (number > 0)
-        if ranks == 1:
-            folder = run(*flags[-1], out="moved")
+def test_a_run_moves_from_layout_to_layout(run, many):
+    """A step each on shards, experts, slices, stages and one process, and steps of other sizes: all as on one, which
+    reads the data in their order. The first of two layers is dense."""
+    common = [*SIZES, *GATED, *EXPERTS, *MUON, *HALVES, f"--lr_decay_iters={len(MOVES)}", IN_FLOAT64]
+    for step, (processes, how, batch, accumulation) in enumerate(MOVES, 1):
+        flags = [*common, f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}"]
+        flags += [f"--max_iters={step}", *["--init_from=resume"] * (step > 1)]
+        alone = run(*flags, out="alone")
+        if processes > 1:
+            moved = many(processes, ("moved", [*flags, *how])) / "moved"
         else:
-            many(ranks, ("moved", flags[-1]))
-    run(*flags[0], "--max_iters=4", out="alone")
-    expected = steps_of(run(*flags[-1], out="alone"))
-    moved = steps_of(folder)
-    assert [line[0] for line in moved] == list(range(7)) and distance(moved, expected) < 1e-9
+            run(*flags, *how, out="moved")
+    assert len(losses(moved)) == 2 * len(MOVES) + 1 and distance(losses(moved), losses(alone)) < 1e-9
 
 
 OF_RESUMED = dict.fromkeys(("fsdp", "cp", "pp"), ["--dropout=0.1"])
 OF_RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS], "chunks": ["--dropout=0.1", "--n_layer=4"]}
 
-MESHES = pytest.param(4, ["fsdp+tp", "fsdp+pp"], marks=pytest.mark.slow)  # their parts are resumed on two ranks
+RESUMED = ["ddp", "fsdp", "tp", "cp", "pp", "ep", "chunks"]
 
 
-@pytest.mark.parametrize("processes,layouts", [(2, ["ddp", "fsdp", "tp", "cp", "pp", "ep", "chunks"]), MESHES])
-def test_the_same_layout_goes_on_digit_for_digit(processes, layouts, many):
+def test_the_same_layout_goes_on_digit_for_digit(many):
     runs = {}
-    for name in layouts:
+    for name in RESUMED:
         runs[name] = [*SIZES, *HALVES, *MUON, *LAYOUTS[name], *OF_RESUMED.get(name, ["--bias=True"])]
-    folder = many(processes, *runs.items())
-    for name in layouts:
+    folder = many(2, *runs.items())
+    for name in RESUMED:
         forget_the_end(folder / name, folder / f"{name}, again")
-    many(processes, *((f"{name}, again", [*how, "--init_from=resume"]) for name, how in runs.items()))
-    for name in layouts:
+    many(2, *((f"{name}, again", [*how, "--init_from=resume"]) for name, how in runs.items()))
+    for name in RESUMED:
         assert figures(folder / f"{name}, again") == figures(folder / name)
 
 
@@ -487,25 +442,13 @@ def test_layers_of_a_superblock_need_half_of_the_collectives(flags, sums, preten
         with Sent() as sent:
             step(rank)
         for name in ("_allgather_base_", "reduce_scatter_tensor"):
-            times = sum(times for (kind, *_), times in sent.seen.items() if kind == name)
-            assert times == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
+            assert sent.seen[name] == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
 
 
 def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
     """So that all see equally many keys."""
     dist.init_process_group()
     assert local_pieces(torch.arange(8)[None], dist.group.WORLD).tolist() == [[2, 5]]
-
-
-@pytest.mark.parametrize("flags,tensors", [([], 3), ([*MUON, "--vocab_size=4"], 2), (["--tp=2"], 3)])
-def test_fsdp_holds_one_share_of_parameters_and_optimizer(flags, tensors, pretended):
-    """AdamW's two moments beside each parameter, Muon's one; 5 % are for what does not divide."""
-    cfg = parse(Config, [*TINY, *SIZES, *FSDP, "--vocab_size=257", "--n_embd=32", "--n_head=4", *flags])
-    rank = ShardedModel(cfg, join(cfg))
-    rank.init_weights(cfg.seed)
-    states = optim.build(rank.model, cfg, rank).state_tensors(rank.model).values()
-    held = [local(t).untyped_storage().nbytes() for t in (*rank.model.parameters(), *states) if t.dim()]
-    assert sum(held) == pytest.approx(Model(cfg).n_params() * tensors, rel=0.05)  # a quarter of four bytes
 
 
 # ---- What does not fit
