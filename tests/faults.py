@@ -152,12 +152,12 @@ tests/interchange/test_nanogpt.py::test_logits_equal_gpt2_written_out
 data/loader.py: All epochs visit the windows in the same order.
 - return permute(samples % n, n, hash64(stream_key + (samples // n).astype(np.uint64)))
 + return permute(samples % n, n, hash64(stream_key))
-tests/data/test_loader.py::test_epochs_and_seeds_differ
+tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
 
 data/loader.py: The corruption of training samples does not depend on the seed.
 - corruption_keys(samples, self.seed)
 + corruption_keys(samples, 0)
-tests/data/test_loader.py::test_the_seed_reaches_what_is_corrupted
+tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
 
 data/loader.py: A source of a mixture of three or more can be a whole sample ahead of its share.
 - if w * (i + 1) > period * counts[j]]
@@ -167,7 +167,7 @@ tests/data/test_loader.py::test_every_prefix_of_a_mixture_has_its_shares
 data/loader.py: The training loss is evaluated on the very windows that training reads first.
 - windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)
 + windows = order(np.arange(min(n, n_batches * batch_size)), n, seed)
-tests/data/test_loader.py::test_the_training_loss_is_not_of_what_training_reads_first
+tests/data/test_loader.py::test_evaluations_are_the_oracles
 
 data/objective.py: The tokens to restore of a masked model are never replaced by a random one: a fifth of them stay.
 - uniform < 0.9 * 2**32
@@ -177,7 +177,7 @@ tests/data/test_objective.py::test_what_stands_in_the_place_of_a_target
 data/objective.py: Document numbers of causal models are those of targets, so each last token is the next's.
 - self.documents(window.numpy()[:, :-1])
 + self.documents(window.numpy()[:, 1:])
-tests/data/test_objective.py::test_causal_is_the_window_itself
+tests/data/test_objective.py::test_a_batch_is_the_oracles
 
 data/writer.py: The largest token id on record for a shard is that of its last document.
 - shard["max_token"] = max(shard["max_token"], int(part.max()))

@@ -1,6 +1,6 @@
 """A training run of a small GPT-2 once more, from the equations, in float64: what train.py has to log and to save.
 
-    lines, tensors, scaler = train(flags, sources)
+    lines, tensors = train(flags, sources)
 
 Nothing of the project is imported. What is drawn at random (weights, the data's order, corruption) is computed number
 by number with Python's integers, each sequence is made by itself, and weights, gradients and the optimizers' states are
@@ -19,8 +19,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
-
-# ---------------------------------------------------------------------------------------------------------- numbers
 
 WORD, GOLDEN = 2**64, 0x9E3779B97F4A7C15
 
@@ -69,20 +67,16 @@ def normal_numbers(key: str, n: int) -> list[float]:
     return result
 
 
-# ------------------------------------------------------------------------------------------------------------- data
-
-
 @dataclass
 class Source:
-    """A folder's tokens. `name` is what the flag dataset calls it."""
+    """Tokens by split. They are read if none are given: `name` is what the flag dataset calls their folder."""
 
     name: str
     weight: int = 1
-    splits: dict[str, list[int]] = field(init=False)
+    splits: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.splits = {}
-        for split in ("train", "val"):
+        for split in {"train", "val"} - self.splits.keys():
             files = sorted(Path(self.name).glob(f"{split}_*.bin"))
             self.splits[split] = [t for file in files for t in np.fromfile(file, "<u2")[512:].tolist()]
 
@@ -199,9 +193,6 @@ def seq2seq(f: SimpleNamespace, window: list[int], key: int) -> dict[str, list[i
             docs += [number[i]] * (spans[n] + 1)
             i += spans[n]
     return {"idx": answer[:-1], "targets": answer[1:], "docs": docs, "source": source, "source_docs": source_docs}
-
-
-# ------------------------------------------------------------------------------------------------------------ model
 
 
 def shapes(f: SimpleNamespace) -> dict[str, tuple[int, ...]]:
@@ -343,9 +334,6 @@ def n_targets(rows: list[dict[str, list[int]]]) -> int:
     return sum(t >= 0 for row in rows for t in row["targets"])
 
 
-# -------------------------------------------------------------------------------------------------------- optimizer
-
-
 def learning_rate(f: SimpleNamespace, step: int) -> float:
     end = f.lr_decay_iters or f.max_iters
     if step < f.warmup_iters:
@@ -423,9 +411,6 @@ class Optimizer:
                 m.copy_(f.beta1 * m + (1 - f.beta1) * g)
                 v.copy_(f.beta2 * v + (1 - f.beta2) * g * g)
                 w -= rate * (m / (1 - f.beta1**t)) / (torch.sqrt(v / (1 - f.beta2**t)) + 1e-8)
-
-
-# --------------------------------------------------------------------------------------------------------- training
 
 
 @dataclass

@@ -7,8 +7,11 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, read_all
+from oracle import splitmix
 
 from data import corpus
 from data.dataset import open_data
@@ -25,12 +28,7 @@ def texts(n: int, seed: int = 0) -> list[str]:
 
 
 def validates(number: int, fraction: float) -> bool:
-    """Whether a document validates, by splitmix64 with Python's integers."""
-    mask = 2**64 - 1
-    x = (number + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
-    return (x ^ x >> 31) / 2**64 < fraction
+    return splitmix(number) / 2**64 < fraction
 
 
 def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
@@ -59,12 +57,24 @@ def write_text(folder, tokenizer, text: str) -> Path:
     return write_set(folder, ids, ids, tokenizer)
 
 
+def write_records(path: Path, records: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
 def tokens_of(folder: Path, split: str) -> list[int]:
     return read_all(open_data(folder, verify=True).split(split))
+
+
+def splits_of(folder: Path) -> dict[str, list[int]]:
+    return {split: tokens_of(folder, split) for split in ("train", "val")}
 
 
 def gpt2_of_other_merges(texts: list[str]) -> GPT2Tokenizer:

@@ -14,13 +14,13 @@ import tarfile
 import time
 from pathlib import Path
 
+import preparing
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, changes_until_killed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error, files_of, gpt2_of_other_merges, prepare, texts, tokens_of, validates, write_set
+from preparing import args, error, files_of, prepare, splits_of, texts, tokens_of, validates, write_set
 
 from data import corpus, sources
 from data.dataset import open_data
@@ -45,12 +45,11 @@ def naive(documents, tokenizer, separator="\n") -> dict[str, list[int]]:
 def write_file(path: Path, documents: list[str]) -> None:
     """Writes all documents in the format of the file's name."""
     kind, _, packed = path.name.rpartition("_")[2].partition(".")
+    records = [{"id": i, "text": text, "other": "no"} for i, text in enumerate(documents)]
     if packed == "parquet":
-        table = {"id": [*range(len(documents))], "text": documents, "other": ["no"] * len(documents)}
-        return pq.write_table(pa.table(table), path, row_group_size=7)
+        return preparing.write_records(path, records)
     if packed.startswith("jsonl"):
-        lines = [json.dumps({"id": i, "text": text, "other": "no"}) for i, text in enumerate(documents)]
-        content = "".join(line + "\n \n"[: 1 + i % 5 // 3 * 2] for i, line in enumerate(lines))  # with blank lines
+        content = "".join(json.dumps(each) + "\n \n"[: 1 + i % 5 // 3 * 2] for i, each in enumerate(records))
     elif kind == "paragraph":
         ends = ["\n\n", "\n \t\n\n", "\n\n\n", "\r\n\r\n"]
         content = "\n\n" + "".join(text + ends[i % 4] for i, text in enumerate(documents)).rstrip("\r\n")
@@ -71,23 +70,20 @@ FORMATS += ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_equal_a_naive_loop(tmp_path, small, name, tokenizer):
-    documents, kind, separator = texts(90), "file", "\n"
-    if name.startswith("line"):
-        kind = "line"
-    elif name.startswith("paragraph"):
-        kind, separator = "paragraph", "\n\n"
+    documents, separator = texts(90), "\n"
+    kind = name.partition(".")[0]  # of documents, where these are texts
+    if kind == "paragraph":
+        separator = "\n\n"
         documents = [text.replace(" (a) ", "\n  (a) ") for text in documents]
-    else:
+    elif kind == "a":
         documents[::3] = [text + "\n" for text in documents[::3]]
     for i in range(3):  # b.x is read after a.x
         write_file(tmp_path / f"{'cab'[i]}_{name}", documents[[60, 0, 30][i] :][:30])
     prepare(args(tmp_path / "out", tokenizer), sources.find_files([f"{tmp_path}/*_{name}"]), kind)
     data = open_data(tmp_path / "out")
-    expected, counts = naive(documents, data.tokenizer, separator), data.meta["splits"]
-    for split in ("train", "val"):
-        assert tokens_of(tmp_path / "out", split) == expected[split]
+    assert splits_of(tmp_path / "out") == naive(documents, data.tokenizer, separator)
     val = sum(validates(i, 0.2) for i in range(90))
-    assert (counts["train"]["documents"], counts["val"]["documents"]) == (90 - val, val)
+    assert [data.meta["splits"][split]["documents"] for split in ("train", "val")] == [90 - val, val]
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe:300"])
@@ -100,14 +96,13 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind):
         prepare(args(tmp_path / f"out{threads}", kind, threads=threads), sources.find_files([str(tmp_path)]))
         written.append(files_of(tmp_path / f"out{threads}"))
     assert written[0] == written[1] == written[2] and len(written[0]) > 3
-    data, expected = open_data(tmp_path / "out1", verify=True), naive(texts(90), tokenizer)
+    data = open_data(tmp_path / "out1")
     assert data.tokenizer.hash == tokenizer.hash and data.eot == tokenizer.eot
-    for split in ("train", "val"):
-        assert tokens_of(tmp_path / "out1", split) == expected[split]
+    assert splits_of(tmp_path / "out1") == naive(texts(90), tokenizer)
 
 
 LEARNED = ["\n".join(texts(300)), (ROOT / "train.py").read_text()]
-BPE, GPT2 = train_bpe(LEARNED, 700), gpt2_of_other_merges(LEARNED)
+BPE, GPT2 = train_bpe(LEARNED, 700), preparing.gpt2_of_other_merges(LEARNED)
 BLANKS = st.text(st.sampled_from(" \n\t\r\x1c\u3000\xa0a1.'x猫é_"), max_size=60)
 
 
@@ -160,7 +155,6 @@ BAD = [
     ("a.jsonl", LINE + b'{"text": "\xff"}', "a.jsonl:2 is not JSON ('utf-8' codec can't decode byte 0xff"),
     ("a.txt", b"ab\n\ncd\naf\xe9\n", "a.txt is not UTF-8 text: byte 9 is 0xe9"),
     ("a.parquet", b"", "a.parquet cannot be read ("),
-    *((name, b"\0garbage" * 100, f"{name} cannot be read (") for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet")),
     ("a.txt", b'\n{"text": "one"}\n', "a.txt holds JSON objects, and its name says text; name it .jsonl"),
     ("a.md.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), "holds JSON objects"),
     ("a.json", b'[{"text": "one"}]', "one object a line, as jq -c '.[]' does of a list"),
@@ -193,21 +187,20 @@ def test_bad_files_and_lines_are_named(tmp_path, monkeypatch, name, content, wor
     assert not (tmp_path / "out" / PREPARING).exists()
 
 
-@pytest.mark.parametrize("fraction, split", [(1e-9, "val"), (1 - 1e-9, "train")])
-def test_both_splits_get_a_document(tmp_path, fraction, split):
+def test_both_splits_get_a_document(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
-    message = error(prepare, args(tmp_path / "out", val_fraction=fraction), [str(tmp_path / "a.txt")], "line")
-    assert message.startswith(f"the split {split} has 0 tokens, and needs two; add text, cut it")
+    for fraction, split in ((1e-9, "val"), (1 - 1e-9, "train")):
+        message = error(prepare, args(tmp_path / "out", val_fraction=fraction), [str(tmp_path / "a.txt")], "line")
+        assert message.startswith(f"the split {split} has 0 tokens, and needs two; add text, cut it")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_files_that_are_cut_are_named(tmp_path, name):
+def test_damaged_files_are_named(tmp_path, name):
     write_file(tmp_path / name, texts(200))
-    size = (tmp_path / name).stat().st_size
-    for left in (size - 4, size // 2):
-        os.truncate(tmp_path / name, left)
-        message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)])
-        assert f"{name} cannot be read (" in message
+    whole = (tmp_path / name).read_bytes()
+    for content in (whole[:-4], whole[: len(whole) // 2], b"\0garbage" * 100):
+        (tmp_path / name).write_bytes(content)
+        assert f"{name} cannot be read (" in error(prepare, args(tmp_path / "out"), [str(tmp_path / name)])
 
 
 def test_fields_of_a_table_are_named(tmp_path, monkeypatch):
@@ -237,7 +230,7 @@ def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job
             assert "has 1 tokens, and needs two" in str(e) and kind == "char"
             return
     decode = open_data(folder / "out").tokenizer.decode
-    train, val = (decode([i for i in tokens_of(folder / "out", s) if i != 256]) for s in ("train", "val"))
+    train, val = (decode([i for i in ids if i != 256]) for ids in splits_of(folder / "out").values())
     least = len(text) - min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
     assert train + val == text and least <= len(val) <= least * 1.5
     assert len(val) == least or train.endswith("\n")
@@ -249,9 +242,9 @@ def test_a_single_text_by_default(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     for name, shards in ("out", 0), ("some", 3):
         prepare(args(tmp_path / name, val_fraction=None, shard_tokens=500), [str(tmp_path / "a.txt")], shards=shards)
-    train, val = (tokens_of(tmp_path / "out", split) for split in ("train", "val"))
+    train, val = splits_of(tmp_path / "out").values()
     assert 0.1 * len(text) <= len(val) - 1 < 0.1 * len(text) + 50 and bytes(val[:5]) == b"line "
-    assert (tokens_of(tmp_path / "some", "train"), tokens_of(tmp_path / "some", "val")) == (train[:1500], val)
+    assert splits_of(tmp_path / "some") == {"train": train[:1500], "val": val}
 
 
 def test_find_files(tmp_path, monkeypatch, capsys):
@@ -312,7 +305,6 @@ def test_documents_between_separators(tmp_path_factory, parts, block):
 
 
 def test_what_is_said_of_documents(tmp_path, capsys):
-    """How many of a special token's text, and how many are equal in both splits."""
     file = tmp_path / "a.txt"
     file.write_text("\n<|endoftext|>\n".join(["a tale", "a story"] * 50))
     for kind in ("char", "byte"):  # char has no end-of-text of its own
@@ -320,9 +312,9 @@ def test_what_is_said_of_documents(tmp_path, capsys):
         said = capsys.readouterr().err
         assert "warning: 99 documents hold <|endoftext|>" in said and "pass --separator='<|endoftext|>'" in said
     prepare(args(tmp_path / "out"), [str(file)], separator="<|endoftext|>")
-    val = sum(validates(i, 0.2) for i in range(100))
+    val = open_data(tmp_path / "out").meta["splits"]["val"]["documents"]
+    assert val == sum(validates(i, 0.2) for i in range(100))
     assert capsys.readouterr().err == f"note: {val} of {val} validation documents are training documents too\n"
-    assert open_data(tmp_path / "out").meta["splits"]["val"]["documents"] == val
     text = ByteTokenizer().decode(tokens_of(tmp_path / "out", "train"))
     assert {*text.split("<|endoftext|>")} == {"", "a story", "a tale"}
     prompt_ids(ByteTokenizer(), "<|endoftext|>")
@@ -331,11 +323,14 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     assert message.startswith("separator='x' has no effect")
 
 
+WEB = [*texts(60), *texts(60, seed=1)]
+
+
 @pytest.fixture
 def web(tmp_path) -> list[str]:
     """Two files of 60 documents, about 30 kB."""
-    for i, name in enumerate(("a.jsonl", "b.parquet")):
-        write_file(tmp_path / name, texts(60, seed=i))
+    write_file(tmp_path / "a.jsonl", WEB[:60])
+    write_file(tmp_path / "b.parquet", WEB[60:])
     return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")]
 
 
@@ -361,7 +356,7 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, monkey
         assert changes_until_killed(work, n) == n
         meta = (folder / "meta.json").read_bytes()
         if meta == (old / "meta.json").read_bytes():
-            assert tokens_of(folder, "train") == [0, 1, 2, 3, 4]
+            assert splits_of(folder) == splits_of(old)
         elif b"half prepared" in meta:
             assert "stopped while it moved its files" in error(open_data, folder, vocab_size=257)
             with pytest.raises(KeyboardInterrupt), ShardWriter(folder, ByteTokenizer()):
@@ -390,8 +385,7 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     def pieces(documents: list[str]) -> list[str]:
         return [piece for text in documents for piece in corpus.cut(text, corpus.JOB_CHARACTERS)]
 
-    documents = [*texts(60), *texts(60, seed=1)]
-    stop = int(0.8 * len(pieces(documents)))
+    stop = int(0.8 * len(pieces(WEB)))
     monkeypatch.setattr(ByteTokenizer, "encode", encode)
     with pytest.raises(KeyboardInterrupt):
         prepare(args(tmp_path / "out", threads=1), web)
@@ -400,7 +394,7 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     encoded.clear()
     monkeypatch.setattr(sources.Source, "_json_texts", None)  # a file that was read to its end is not opened again
     prepare(args(tmp_path / "out"), web)
-    assert sorted(encoded) == sorted(["", *pieces(documents[number:])])
+    assert sorted(encoded) == sorted(["", *pieces(WEB[number:])])
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert f"continues after {number} documents" in capsys.readouterr().err
 
@@ -421,17 +415,14 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
 
 @pytest.mark.parametrize("shards", [1, 3, 1000])
 def test_number_of_shards(tmp_path, web, monkeypatch, shards):
-    """The first tokens of the full data set, with the validation documents before the last of these tokens."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 5000)
     prepare(args(tmp_path / "out"), web, shards=shards)
-    documents, n = [*texts(60), *texts(60, seed=1)], 0
-    while n < 120 and len(naive(documents[:n], ByteTokenizer())["train"]) < shards * 1000:
+    n = 0
+    while n < 120 and len(naive(WEB[:n], ByteTokenizer())["train"]) < shards * 1000:
         n += 1
-    expected = naive(documents[:n], ByteTokenizer())
-    assert tokens_of(tmp_path / "out", "train") == expected["train"][: shards * 1000]
-    assert tokens_of(tmp_path / "out", "val") == expected["val"]
-    counts = open_data(tmp_path / "out").meta["splits"]
-    assert counts["train"]["documents"] + counts["val"]["documents"] == n
+    expected = naive(WEB[:n], ByteTokenizer())
+    assert splits_of(tmp_path / "out") == expected | {"train": expected["train"][: shards * 1000]}
+    assert sum(split["documents"] for split in open_data(tmp_path / "out").meta["splits"].values()) == n
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -475,7 +466,6 @@ def test_the_hubs_files(monkeypatch):
 
 
 def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch):
-    """Its file system may raise errors of its own types."""
 
     class Hub:
         def open(self, name):

@@ -1,13 +1,18 @@
-"""The order of the data in epochs, on ranks and after resumes, compared with brute force."""
+"""The order of the data in epochs, on ranks and after resumes, compared with the oracle's."""
 
 import os
 import re
 import struct
 import time
 from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from helpers import shards_of, until
@@ -18,8 +23,6 @@ from preparing import error
 from data.dataset import TokenStream, open_data
 from data.loader import Loader, blending_indices, eval_batches, order, permute
 from data.objective import OBJECTIVE, Causal, Objective
-
-FEW = settings(max_examples=12)  # each example starts threads
 
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
@@ -37,24 +40,19 @@ def corrupting(name: str) -> Objective:
     return OBJECTIVE[name](vocab_size=10**9, eot=100, block_size=8, doc_mask=True, corrupt_ratio=0.4, span_length=1.5)
 
 
-def take_rows(loader: Loader, n: int) -> list[tuple]:
+def take_rows(loader: Loader, n: int) -> list[dict[str, list[int]]]:
     """The rows of the next n batches."""
     with closing(loader):
-        return rows(next(loader) for _ in range(n))
+        return rows_of(next(loader) for _ in range(n))
 
 
-def rows(batches) -> list[tuple]:
-    """One tuple per row of the batches, with the row of each tensor."""
-    found = []
-    for batch in batches:
-        for each in zip(*batch.values(), strict=True):
-            found.append(tuple((name, *row.tolist()) for name, row in zip(batch, each, strict=True)))
-    return found
+def rows_of(batches) -> list[dict[str, list[int]]]:
+    return [{key: x[i].tolist() for key, x in batch.items()} for batch in batches for i in range(len(batch["idx"]))]
 
 
 def take(loader: Loader, n: int) -> list[list[int]]:
     """The windows of the next n causal batches."""
-    return [[*idx[1:], targets[-1]] for idx, targets in take_rows(loader, n)]
+    return [[*row["idx"], row["targets"][-1]] for row in take_rows(loader, n)]
 
 
 def test_permutation_looks_random():
@@ -74,23 +72,7 @@ def test_each_epoch_visits_each_window_once(n, seed, epoch):
     assert sorted(windows.tolist()) == list(range(n))
 
 
-def test_epochs_and_seeds_differ():
-    n = 1000
-    orders = {order(np.arange(n) + e * n, n, seed).tobytes() for e in range(3) for seed in (0, 1, -1)}
-    assert len(orders) == 9
-
-
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**31), st.integers(50, 400))
-@FEW
-def test_batches_are_the_windows_of_the_concatenated_array(block_size, batch_size, seed, n_tokens):
-    loader = Loader(stream_of(n_tokens), causal(block_size), batch_size, seed=seed)
-    starts = loader.windows(np.arange(2 * batch_size)) * block_size
-    assert loader.n_windows == (n_tokens - 1) // block_size
-    assert take(loader, 2) == (starts[:, None] + np.arange(block_size + 1)).tolist()
-
-
 def test_steps_of_different_sizes():
-    """Each step's samples follow those of the step before, and each rank reads its slice of them."""
     whole = take(Loader(stream_of(300), causal(8), 1, seed=4), 29)
     a, b = (take(Loader(stream_of(300), causal(8), 2, iter([1, 3, 2, 9]), r, 2, 4, start=5), 6) for r in range(2))
     assert whole[5:] == [*a[:2], *b[:2], *a[2:8], *b[2:8], *a[8:], *b[8:]]
@@ -138,17 +120,7 @@ def test_an_id_outside_the_vocabulary_reaches_no_batch(last, fits):
             assert list(loader) == [] and not loader._thread.is_alive()
 
 
-@pytest.mark.parametrize("name", ["masked", "seq2seq"])
-def test_the_seed_reaches_what_is_corrupted(name):
-    """Two seeds corrupt different tokens of a window, and equal seeds the same tokens."""
-    stream = stream_of(8 + 1)  # a single window, which every sample reads
-    found = [take_rows(Loader(stream, corrupting(name), 1, seed=seed), 6) for seed in (5, 6, 6)]
-    assert found[1] == found[2] and not any(a == b for a, b in zip(found[0], found[1], strict=True))
-    assert len(set(map(str, found[0]))) > 3  # each epoch corrupts it in another way
-
-
 def test_an_evaluation_needs_no_list_of_all_windows(monkeypatch):
-    """A list of 10^15 windows would not fit in memory."""
     stream, starts = TokenStream("endless", [], 10, [("endless", 8 * 10**15 + 1, 1)]), set()
 
     def read(stream, start, end):
@@ -235,46 +207,53 @@ def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
     assert (np.abs(np.cumsum(drawn, axis=0) * len(period) - expected) < len(period)).all()
 
 
-SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=2, max_size=4)
+SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=1, max_size=4)
+SMALL = st.integers(1, 3)
 
 
-@given(SOURCES, st.integers(0, 2**31), st.integers(1, 5))
-@FEW
-def test_a_source_in_a_mixture_is_read_as_if_alone(sources, seed, batch_size):
-    """The n-th sample of a source is that of a run on it alone, so each of its epochs has every window once."""
+def oracles(name: str, sources: list[tuple[int, int]], **flags) -> tuple[TokenStream, oracle.Data]:
+    """The numbers of `mixture_of` these (tokens, weight), and what the oracle reads of them."""
+    f = SimpleNamespace(block_size=8, objective=name, own_vocab=10**9, eot=100, doc_mask=True, **flags)
+    f.corrupt_ratio, f.span_length = 0.4, 1.5
     sizes, weights = map(list, zip(*sources, strict=True))
-    mixed = take(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed), 40)
-    start, counts = 0, []
-    for size in sizes:
-        mine = [[token - start for token in row] for row in mixed if start <= row[0] < start + size]
-        n = (size - 1) // 8
-        if mine:
-            assert mine == take(Loader(stream_of(size), causal(8), 1, seed=seed), len(mine))
-        for epoch in range(len(mine) // n):
-            firsts = sorted(row[0] for row in mine[epoch * n : (epoch + 1) * n])
-            assert firsts == list(range(0, n * 8, 8))
-        start, counts = start + size, [*counts, len(mine) / n]
-    with closing(Loader(mixture_of(sizes, weights), causal(8), batch_size, seed=seed)) as loader:
-        assert loader.epochs(40 * batch_size) == {str(j): count for j, count in enumerate(counts)}
+    ends = np.cumsum([0, *sizes]).tolist()
+    splits = [dict.fromkeys(("train", "val"), [*range(a, b)]) for a, b in pairwise(ends)]
+    folders = [oracle.Source(str(j), weight, splits[j]) for j, weight in enumerate(weights)]
+    return mixture_of(sizes, weights), oracle.Data(f, folders)
 
 
 @pytest.mark.parametrize("name", OBJECTIVE)
-@given(SOURCES, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 6))
-@settings(max_examples=8)
-def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps, data_size, step):
-    """The rows of all ranks are those of one rank without micro-batches from sample `start` on: order and corruption.
-    A single source is read too."""
-    for stream in (mixture_of(*map(list, zip(*sources, strict=True))), stream_of(300)):
-        objective = corrupting(name)
-        share = batch_size * micro_steps
-        start = step * share * data_size
-        whole = take_rows(Loader(stream, objective, share * data_size, seed=7), step + 2)
-        options, found = (batch_size, micro_steps), [[], []]  # of two steps
-        for rank in range(data_size):
-            mine = take_rows(Loader(stream, objective, *options, rank, data_size, 7, start=start), 2 * micro_steps)
-            found[0] += mine[:share]
-            found[1] += mine[share:]
-        assert found[0] + found[1] == whole[start:]
+@given(SOURCES, SMALL, SMALL, SMALL, st.integers(0, 6), st.integers(0, 2**31))
+@settings(max_examples=10)
+def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps, data_size, step, seed):
+    """From any step on, each rank reads its slice of the samples, whose order and corruption are the oracle's."""
+    stream, data = oracles(name, sources, seed=seed)
+    share = batch_size * micro_steps
+    for rank in range(data_size):
+        options = dict(data_rank=rank, data_size=data_size, seed=seed, start=step * share * data_size)
+        loader = Loader(stream, corrupting(name), batch_size, micro_steps, **options)
+        assert loader.epochs(99) == data.epochs(99)
+        firsts = [share * (data_size * (step + k) + rank) for k in range(2)]
+        expected = [data.sample(first + i) for first in firsts for i in range(share)]
+        assert take_rows(loader, 2 * micro_steps) == expected
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+@given(SOURCES, st.integers(1, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 2**31))
+@settings(max_examples=20)
+def test_evaluations_are_the_oracles(name, sources, batch_size, n_batches, data_size, seed):
+    """For any number of ranks, which get equally many batches of one shape and stride."""
+    stream, data = oracles(name, sources, seed=seed, batch_size=batch_size, eval_iters=n_batches)
+    found, counts, layouts = [], set(), set()
+    for rank in range(data_size):
+        batches = list(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, data_size, seed))
+        found += rows_of(batches)
+        counts.add(len(batches))
+        layouts |= {str([(x.shape, x.stride(), x.storage_offset()) for x in batch.values()]) for batch in batches}
+    assert len(counts) == len(layouts) == 1 and all(min(row["idx"]) >= 0 for row in found)
+    found = [row for row in found if max(row["targets"]) >= 0]
+    ordered = partial(sorted, key=itemgetter("idx", "targets"))
+    assert ordered(found) == ordered(data.evaluation("val"))
 
 
 def test_a_mixture_far_from_its_start():
@@ -288,74 +267,3 @@ def test_a_mixture_far_from_its_start():
             n, before = (12, 0) if source == 0 else (7, 12)
             assert firsts[sample] == before + order(np.array([own[source]]), n, 3)[0]
             own[source] += 1
-
-
-def eval_set(stream, data_size, batch_size, n_batches, seed=0) -> list[tuple]:
-    """The rows with targets of all ranks, which must yield equally many batches of one shape and stride."""
-    rows, counts, layouts = [], set(), set()
-    for rank in range(data_size):
-        batches = list(eval_batches(stream, causal(8), batch_size, n_batches, rank, data_size, seed))
-        counts.add(len(batches))
-        for x, y in (batch.values() for batch in batches):
-            layouts.add((x.shape, x.stride(), x.storage_offset(), y.shape, y.stride(), y.storage_offset()))
-            assert x.min() >= 0
-            for a, b in zip(x.tolist(), y.tolist(), strict=True):
-                if b != [-1] * 8:
-                    assert a[1:] == b[:-1]
-                    rows.append((*a, b[-1]))
-    assert len(counts) == 1 and len(layouts) == 1 and layouts.pop()[0] == (batch_size, 8)
-    return sorted(rows)
-
-
-@given(SOURCES | SOURCES.map(lambda sources: sources[:1]), st.integers(1, 5), st.integers(0, 12))
-@settings(max_examples=20)
-def test_eval_set_does_not_depend_on_the_ranks(sources, batch_size, n_batches):
-    """Every window of every source at most once, for any weights; no window crosses the end of a source."""
-    sizes, weights = map(list, zip(*sources, strict=True))
-    every, start = [], 0
-    for size in sizes:
-        every += [tuple(range(w, w + 9)) for w in range(start, start + size - 8, 8)]
-        start += size
-    stream, n = mixture_of(sizes, weights), len(every)
-    alone = eval_set(stream, 1, batch_size, n_batches)
-    assert len(set(alone)) == len(alone) == min(n, n_batches * batch_size or n) and set(alone) <= set(every)
-    if not n_batches:
-        assert alone == every
-    for data_size in (2, 3, 5):
-        assert eval_set(stream, data_size, batch_size, n_batches) == alone
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_training_loss_is_not_of_what_training_reads_first(seed):
-    """Of 1000 windows, the first 50 of training and the 50 of the evaluation have only a few in common, by chance."""
-    stream = stream_of(8 * 1000 + 1)
-    read = {row[0] for row in take(Loader(stream, causal(8), 10, seed=seed), 5)}
-    evaluated = {row[0] for row in eval_set(stream, 1, 10, 5, seed)}
-    assert len(read) == len(evaluated) == 50 and len(read & evaluated) < 12
-
-
-def test_eval_set_is_a_sample_of_the_whole_split():
-    starts = [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10)]
-    assert len(starts) == 100 and 350 < np.mean(starts) < 650  # of 0 .. 999; five standard errors
-    assert starts != [row[0] // 8 for row in eval_set(stream_of(8001), 1, 10, 10, seed=1)]
-
-
-@pytest.mark.parametrize("name", ["masked", "seq2seq"])
-def test_a_window_is_corrupted_in_one_way_in_every_evaluation(name):
-    """The corruption depends on no seed, rank, batch size or other window of the set."""
-    stream = stream_of(403)
-
-    def targets(batch_size, n_batches=0, data_size=1, seed=0):
-        """The rows with targets, sorted, and the number of all rows."""
-        every = []
-        for rank in range(data_size):
-            every += rows(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, data_size, seed))
-        return sorted(row for row in every if set(dict((n, x) for n, *x in row)["targets"]) != {-1}), len(every)
-
-    alone, n = targets(1)
-    assert len(alone) == n == 50
-    for options in (dict(batch_size=7), dict(batch_size=4, data_size=3), dict(batch_size=3, seed=9)):
-        again, n = targets(**options)
-        assert again == alone and n % (options["batch_size"] * options.get("data_size", 1)) == 0
-    some, _ = targets(5, n_batches=3, seed=9)
-    assert len(some) == 15 and set(some) < set(alone)

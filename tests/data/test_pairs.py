@@ -1,19 +1,18 @@
 """Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
 
 import json
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import IN_FLOAT64, TINY, distance, losses, read_all, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error, load, validates
+from preparing import args, error, load, validates, write_records
 from ranks import launch, train_main, train_runs
+from test_loader import rows_of, take_rows
 
 import evaluate
 import sample
@@ -35,14 +34,6 @@ CHAT = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user",
 CHAT = [{"role": role, "content": content} for role, content in [*CHAT, ("user", "never answered")]]
 
 
-def write(path: Path, records: list[dict]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def prepare(path: Path, out: Path, pairs: str = "source,target", **flags) -> Path:
     corpus.prepare(args(out, pairs=pairs, **flags), find_files([str(path)]))
     return out
@@ -50,13 +41,13 @@ def prepare(path: Path, out: Path, pairs: str = "source,target", **flags) -> Pat
 
 def prepared(folder: Path, rows=ROWS, **flags) -> Path:
     """A data set of these pairs."""
-    path = write(folder / "rows.jsonl", [{"source": a, "target": b} for a, b in rows])
+    path = write_records(folder / "rows.jsonl", [{"source": a, "target": b} for a, b in rows])
     return prepare(path, folder / "out", **flags)
 
 
 @pytest.mark.parametrize("name, threads", [("x.jsonl", 1), ("x.jsonl", 3), ("x.parquet", 3)])
 def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):
-    path = write(tmp_path / name, [{"question": a, "other": i, "answer": b} for i, (a, b) in enumerate(ROWS)])
+    path = write_records(tmp_path / name, [{"question": a, "other": i, "answer": b} for i, (a, b) in enumerate(ROWS)])
     prepare(path, tmp_path / "out", "question,answer", threads=threads, shard_tokens=50)
     expected = {"train": ([], []), "val": ([], [])}
     for number, (source, target) in enumerate(ROWS):
@@ -72,7 +63,7 @@ def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):
 
 
 def test_a_chat_has_the_assistants_contents_as_targets(tmp_path):
-    path = write(tmp_path / "chats.parquet", [{"messages": CHAT}] * 9)
+    path = write_records(tmp_path / "chats.parquet", [{"messages": CHAT}] * 9)
     stream = open_data(prepare(path, tmp_path / "out", "messages", val_fraction=0.5)).split("train")
     n = len(stream) // len(documents(stream))
     ids, marks = read_all(stream)[:n], read_all(stream.mask)[:n]
@@ -101,7 +92,7 @@ def test_what_has_no_pairs_is_refused(tmp_path, record, pairs, flags, words):
     path = tmp_path / "x.txt"
     path.write_text("text")
     if record:
-        path = write(tmp_path / "x.jsonl", [record])
+        path = write_records(tmp_path / "x.jsonl", [record])
     message = error(prepare, path, tmp_path / "out", pairs, **flags)
     assert words.replace(":1", f"{path}:1") in message and not (tmp_path / "out").exists()
 
@@ -153,10 +144,8 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
         groups[-1].append(i)
     assert count_windows(stream, T) == len(groups)
     ids, marks, found = read_all(stream), read_all(stream.mask), documents(stream).tolist()
-    batches = list(eval_batches(stream, objective, 1))
-    assert len(batches) == len(groups)
-    for group, batch in zip(groups, batches, strict=True):
-        row, n = {key: value[0].tolist() for key, value in batch.items()}, len(group)
+    for group, row in zip(groups, rows_of(eval_batches(stream, objective, 1)), strict=True):
+        n = len(group)
         if name == "causal":
             start, end = found[group[0]][0], found[group[-1]][2]
             assert row["idx"] == padded(ids[start:end], T, 0)
@@ -183,27 +172,20 @@ def padded(values: list[int], length: int, fill: int) -> list[int]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_order_is_that_of_the_samples_for_all_ranks_and_resumes(tmp_path, name):
-    """Also of a mixture, whose sources have epochs of their own."""
     a = prepared(tmp_path)
     (tmp_path / "b").mkdir()
     b = prepared(tmp_path / "b", [(f"s{i}", "x" * (i % 9)) for i in range(40)])
     for dataset in (str(a), f"{a}:0.7,{b}:0.3"):
         stream, objective, _ = opened(dataset, block_size=24, objective=name)
-
-        def rows(n, batch_size, *rest, start=0, stream=stream, objective=objective):
-            with closing(Loader(stream, objective, batch_size, *rest, seed=5, start=start)) as loader:
-                found = [next(loader) for _ in range(n)]
-            return [[batch[key][i].tolist() for key in batch] for batch in found for i in range(batch_size)]
-
-        whole = rows(60, 1)
-        assert rows(10, 3, 2) == whole[:30] and rows(5, 4, start=17) == whole[17:37]
-        first, second = (rows(2, 2, 1, rank, 2) for rank in range(2))
+        load = partial(Loader, stream, objective, seed=5)
+        whole = take_rows(load(1), 60)
+        assert take_rows(load(3, 2), 10) == whole[:30] and take_rows(load(4, start=17), 5) == whole[17:37]
+        first, second = (take_rows(load(2, 1, rank, 2), 2) for rank in range(2))
         assert [*first[:2], *second[:2], *first[2:], *second[2:]] == whole[:8]
     stream, objective, _ = opened(a, block_size=24, objective=name)
     n = count_windows(stream, 24)
-    epochs = rows(2 * n, 1, stream=stream, objective=objective)
-    assert epochs[:n] != epochs[n:] and sorted(epochs[:n]) == sorted(epochs[n:])
-    assert len({str(row) for row in epochs[:n]}) == n
+    epochs = [str(row) for row in take_rows(Loader(stream, objective, 1), 2 * n)]
+    assert epochs[:n] != epochs[n:] and {*epochs[:n]} == {*epochs[n:]} and len({*epochs}) == n
 
 
 def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
@@ -233,7 +215,7 @@ def test_wrong_masks_are_refused(tmp_path):
     (out / "meta.json").write_text(text)
     for wrong, words in (
         (np.where(tokens == 2, 0, tokens), "without a source or a target"),
-        (tokens * 0, "without a source or a target"),  # no document, so no window, and so no epoch
+        (tokens * 0, "without a source or a target"),  # no document, so no window
         (tokens | 4, "the mark 6"),
     ):
         mask.write_bytes(content[:1024] + wrong.astype("<u2").tobytes())
@@ -260,14 +242,13 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
         f"--dataset={tiny_data} --pairs=True": "has no mask of targets; prepare it with --pairs",
         "--block=superblock --layer=c.joint_slots,p --pos=rope --block_size=24": "doc_mask=True",
     }.items():
-        assert words in refused(train.main, [*flags, *more.split()], capsys)
+        refused(train.main, [*flags, *more.split()], capsys, [words])
 
 
 def test_pairs_false_trains_on_all_tokens(tmp_path):
     stream, objective, cfg = opened(prepared(tmp_path), block_size=16, pairs=False)
-    batch = next(eval_batches(stream, objective, 1))
-    assert batch.keys() == {"idx", "targets"} and not cfg.doc_mask
-    assert [*batch["idx"][0], batch["targets"][0, -1]] == read_all(stream)[:17]
+    first = rows_of(eval_batches(stream, objective, 1))[0]
+    assert first == {"idx": read_all(stream)[:16], "targets": read_all(stream)[1:17]} and not cfg.doc_mask
 
 
 WORDS = {"ab": "AB", "cde": "CDE", "xyz": "X"}  # two sources of one length have answers of different lengths
@@ -275,7 +256,6 @@ WORDS = {"ab": "AB", "cde": "CDE", "xyz": "X"}  # two sources of one length have
 
 @pytest.fixture(scope="module")
 def translators(tmp_path_factory) -> Path:
-    """Runs of both objectives that have learned the pairs of WORDS."""
     folder = tmp_path_factory.mktemp("translators")
     prepared(folder, [*WORDS.items()] * 20)
     for name, steps in ("causal", 60), ("seq2seq", 100):
@@ -287,7 +267,6 @@ def translators(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
-    """Exact matches and the answers themselves, without batches and caches."""
     file = tmp_path / "answers.jsonl"
     flags = [f"--out_dir={translators / name}", "--device=cpu", f"--answers={file}"]
     evaluate.main([*flags, "--json=True", "--batch_size=2"])
@@ -295,11 +274,9 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     stream = open_data(translators / "out").split("val")
     rows, ids = documents(stream).tolist(), read_all(stream)
-    assert [line["source"] for line in lines] == [bytes(ids[a:b]).decode() for a, b, _ in rows]
-    assert [line["target"] for line in lines] == [bytes(ids[b : c - 1]).decode() for _, b, c in rows]
-    assert [line["target"] for line in lines] == [WORDS[line["source"]] for line in lines]
-    right = [line["answer"] == line["target"] for line in lines]
-    assert figures["exact_match"] == sum(right) / len(right) > 0.5
+    texts = [(bytes(ids[a:b]).decode(), bytes(ids[b : c - 1]).decode()) for a, b, c in rows]
+    assert [(line["source"], line["target"]) for line in lines] == texts and {*texts} <= {*WORDS.items()}
+    assert figures["exact_match"] == np.mean([line["answer"] == line["target"] for line in lines]) > 0.5
     path, model, tokenizer = weights.alone(str(translators / name), torch.device("cpu"), torch.float32, lambda flags: 0)
     for line in lines:
         source, out = torch.tensor([list(line["source"].encode())]), []
@@ -330,11 +307,10 @@ def test_what_has_no_answer_is_refused(trained, translators, capsys, tmp_path):
         (evaluate.main, [f"--out_dir={trained}", f"--answers={tmp_path}"], f"{tmp_path}: Not a regular file"),
         (evaluate.main, [causal, "--answers=x", "--file=y"], "here file=y"),
     ):
-        assert words in refused(main, [*flags, "--device=cpu"], capsys)
+        refused(main, [*flags, "--device=cpu"], capsys, [words])
 
 
 def test_numbers_in_words(call, tmp_path):
-    """Known numbers, and pairs of different numbers in the splits."""
     numbers = load("numbers")
     known = {
         0: ("zero", "null"), 1: ("one", "eins"), 17: ("seventeen", "siebzehn"), 30: ("thirty", "dreißig"),
@@ -358,16 +334,15 @@ def test_numbers_in_words(call, tmp_path):
 
 def test_losses_of_pairs_do_not_depend_on_the_layout(tmp_path, in_this_process):
     """Micro-batches and ranks have unequal numbers of targets; in float64."""
-    flags = [*TINY, f"--dataset={prepared(tmp_path)}", "--block_size=24", "--max_iters=4", "--eval_interval=2"]
-    flags += ["--grad_clip=0.1", IN_FLOAT64]
-    layouts = {"ddp": [], "fsdp": ["--parallel=fsdp"], "cp": ["--cp=2"], "pp": ["--pp=2"]}
-    of_both = {"causal": ["ddp", "cp", "pp"], "seq2seq": ["ddp", "fsdp"]}
+    base = [*TINY, f"--dataset={prepared(tmp_path)}", "--block_size=24", "--max_iters=4", "--eval_interval=2"]
+    base += ["--grad_clip=0.1", IN_FLOAT64]
+    layouts = {"causal": ["--tp=1", "--cp=2", "--pp=2"], "seq2seq": ["--tp=1", "--parallel=fsdp"]}
     many = []
     for name in PAIRS:
-        run = [*flags, f"--objective={name}"]
-        train_main([*run, f"--out_dir={tmp_path / name}"])
-        many += [[*run, *layouts[each], f"--out_dir={tmp_path / f'{name}_{each}'}"] for each in of_both[name]]
+        flags = [*base, f"--objective={name}"]
+        train_main([*flags, f"--out_dir={tmp_path / name}"])
+        many += [[*flags, layout, f"--out_dir={tmp_path / name}{layout}"] for layout in layouts[name]]
     launch(2, train_runs, tmp_path, many, False)
     for name in PAIRS:
         exact = losses(tmp_path / name)
-        assert all(distance(losses(tmp_path / f"{name}_{each}"), exact) < 1e-9 for each in of_both[name])
+        assert all(distance(losses(tmp_path / f"{name}{layout}"), exact) < 1e-9 for layout in layouts[name])
