@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -137,14 +137,23 @@ def assert_rounds_alike(got, plain, exact, what: str):
     assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, bfloat16 explains {limit:.4f}"
 
 
-def refused(main: Callable, argv: list, capture) -> str:
-    """The one line on stderr with which main(argv) ends, with exit code 2; `capture` is pytest's capsys or capfd."""
+class Bomb:
+    """Whoever unpickles it makes a file BOOM in the present folder."""
+
+    def __reduce__(self):
+        return exec, ("import pathlib; pathlib.Path('BOOM').touch()",)
+
+
+def refused(main: Callable, argv: list, capture, fragments: Iterable[str] = ()) -> str:
+    """The one line on stderr with which main(argv) ends, with exit code 2, and which has all fragments; `capture` is
+    pytest's capsys or capfd."""
     capture.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(arg) for arg in argv])
     out, err = capture.readouterr()
     assert stop.value.code == 2, (out, err)
     assert err.startswith("error: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
+    assert all(fragment in err for fragment in fragments), err
     return err
 
 

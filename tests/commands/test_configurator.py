@@ -46,53 +46,38 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-# ---- Precedence and places
-
-
 def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
     a = write(tmp_path / "a.py", "n_layer = 2\nn_head = 2\nn_embd = 8\nbatch_size = 3\n\nbatch_size = 4\n")
     b = write(tmp_path / "b.py", "# nothing\nn_layer = 5\n")
     cfg = parse(Config, ["--n_embd=16", a, "--seed=1", b, "--seed=2"])
     assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.batch_size, cfg.seed) == (5, 2, 16, 4, 2)
-    assert cfg.sources == {
-        "n_layer": f"{b}:2",
-        "n_head": f"{a}:2",
-        "n_embd": "command line",
-        "batch_size": f"{a}:6",
-        "seed": "command line",
-    }
+    typed = dict.fromkeys(("n_embd", "seed"), "command line")
+    assert cfg.sources == typed | {"n_layer": f"{b}:2", "n_head": f"{a}:2", "batch_size": f"{a}:6"}
     assert parse(Config, [b, a]).n_layer == 2
     assert parse(Config, []) == Config() and parse(Config, []).sources == {}
 
 
 def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
-    """A file's muon_lr goes with its optimizer, a pattern with its window and slots with their layer; a file or a
-    command line that contradicts itself is refused."""
+    """But a file or a command line that contradicts itself is refused."""
     for flags, other in (
-        ("window = 8\nwindow_pattern = 'SL'\n", "--window=0"),
-        ("block = 'superblock'\nlayer = 'c,s'\nn_slot = 3\n", "--layer=c,p"),
+        ("window = 8\nwindow_pattern = 'SL'\n", ["--window=0"]),
+        ("block = 'superblock'\nlayer = 'c,s'\nn_slot = 3\n", ["--layer=c,p", "--block=superblock"]),
+        ("optimizer = 'muon'\nmuon_lr = 0.5\n", ["--optimizer=adamw"]),
     ):
         file = write(tmp_path / "a.py", flags)
-        defaults, cfg = Config(), parse(Config, [file, other])
-        assert (cfg.window_pattern, cfg.n_slot) == (defaults.window_pattern, defaults.n_slot)
-    file = write(tmp_path / "a.py", "optimizer = 'muon'\nmuon_lr = 0.5\n")
-    cfg = parse(Config, [file, "--optimizer=adamw"])
-    assert cfg == parse(Config, ["--optimizer=adamw"]) and parse(Config, [file]).muon_lr == 0.5
+        assert parse(Config, [file, *other]) == parse(Config, other)
+    assert parse(Config, [file]).muon_lr == 0.5
     for argv in ([write(tmp_path / "b.py", "muon_lr = 0.5\n")], [file, "--optimizer=adamw", "--muon_lr=0.5"]):
         assert "used only with optimizer=muon" in mistake(argv)
 
 
 def test_defaults_are_nanogpts():
-    """The defaults of nanoGPT's train.py, of the flags whose meaning is the same."""
     cfg = Config()
     assert (cfg.out_dir, cfg.eval_interval, cfg.eval_iters, cfg.eval_only) == ("out", 2000, 200, False)
     assert (cfg.always_save_checkpoint, cfg.init_from, cfg.gradient_accumulation_steps) == (True, "scratch", 40)
     assert (cfg.batch_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd) == (12, 1024, 12, 12, 768)
     assert (cfg.dropout, cfg.bias, cfg.learning_rate, cfg.max_iters, cfg.weight_decay) == (0, False, 6e-4, 600000, 0.1)
     assert (cfg.beta1, cfg.beta2, cfg.grad_clip, cfg.warmup_iters, cfg.min_lr) == (0.9, 0.95, 1.0, 2000, 6e-5)
-
-
-# ---- Files against Python
 
 
 ARITHMETIC = ["2 ** 10", "2 ** -1 * 4", "-2 ** 2 + 10", "2 ** 3 ** 2", "7 // 2 * 2 - 5 % 3", "-7 // 2 + 20", "-7 % 3"]
@@ -105,11 +90,6 @@ def test_arithmetic_equals_python(tmp_path, text):
     b = write(tmp_path / "b.py", f"_a = {text}\nnum_samples = _a")
     for argument in (a, b, f"--num_samples={text}"):
         assert parse(Sampling, [argument]).num_samples == eval(text)
-
-
-def test_strings_join_and_docstrings_pass(tmp_path):
-    text = '"""What it is."""\n_run = "out/" \'gpt\'\nout_dir = _run + "-" + "2"\n"a remark"\n'
-    assert parse(Config, [write(tmp_path / "c.py", text)]).out_dir == "out/gpt-2"
 
 
 @pytest.mark.parametrize("argument, name, value", [
@@ -136,8 +116,7 @@ def test_positional_arguments():
         parse_positional(Sampling, ["show", "s3://a"])
 
 
-# ---- nanoGPT's files
-
+# nanoGPT's files
 TRAIN = """
 wandb_log = True
 wandb_project = 'letters'
@@ -154,17 +133,22 @@ device = 'cpu'
 compile = False
 """
 TUNE = """
+'''What it is.'''
 init_from = 'gpt2-xl'
 learning_rate = 3e-5
 max_iters = 20
 decay_lr = False
+_run = "out/" 'gpt'
+out_dir = _run + "-" + "2"
+"a remark"
 """
 
 
 @pytest.mark.parametrize("text", [TRAIN, TUNE])
 def test_nanogpt_files_load(tmp_path, text):
-    wanted = {}
-    exec(text, {}, wanted)
+    found = {}
+    exec(text, {}, found)
+    wanted = {name: value for name, value in found.items() if name[0] != "_"}
     if not wanted.pop("decay_lr", True):
         wanted |= {"schedule": "constant", "warmup_iters": 0}
     argv = [write(tmp_path / "c.py", text)]
@@ -182,42 +166,31 @@ def test_last_decay_lr_counts(tmp_path):
     assert parse(Config, ["--schedule=wsd", "--decay_lr=False", "--schedule=cosine"]).schedule == "cosine"
 
 
-# ---- Mistakes: one line with the flag, its value, its place and the remedy
-
 COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
-    (["--learning-rate=3"], ["learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
-    (["--lr=1e-3"], ["lr=0.001", "nearest is learning_rate"]),
-    (["--zzzzqqq=3"], ["zzzzqqq=3", "--help"]),
-    (["--=3"], ["no such flag"]),
-    (["out/x"], ["out/x: no such config file", "--out_dir=out/x"]),
-    (["--n_head=5", "--n_embd=764"], ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
-    (["--batch_size=64.5"], ["batch_size=64.5 (command line)", "expected int, such as 12"]),
-    (["--batch_size=1e30"], ["batch_size=1000000000000", "must be <2147483648"]),
-    (["--batch_size=" + "(" * 250 + "1"], ["batch_size='(((", "expected int"]),
-    (["--seed=2**2**2**2**2**2"], ["seed='2**2**2", "expected int"]),
-    (["--batch_size=0"], ["batch_size=0 (command line)", "must be >0"]),
-    (["--batch_size", "32"], ["--batch_size (command line)", "--name=value"]),
-    (["batch_size=32"], ["batch_size=32", "--name=value"]),
-    (["--eval_only=1"], ["eval_only=1 (command line)", "expected True or False"]),
-    (["--compile=Tru"], ["compile=Tru (command line)", "True or False or auto"]),
-    (["--optimizer=a\nb"], ["'a\\nb' (command line)", "adamw or muon"]),
-    (["--muon_lr=0.1"], ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
-    (["--schedule=constant", "--min_lr=0.1"], ["min_lr=0.1 (command line)", "schedule=constant", "change schedule"]),
-    (["--pos=alibi", "--objective=masked"], ["pos=alibi (command line)", "objective=masked", "retired"]),
-    (
-        ["--schedule=wsd", "--max_iters=100", "--warmup_iters=90"],
-        ["warmup_iters=90 (command line)", "cooldown of 20", "max_iters=100 (command line)"],
-    ),
-    (
-        ["--max_iters=200", "--lr_decay_iters=100", "--warmup_iters=150"],
-        ["warmup_iters=150 (", "lr_decay_iters=100 (command line): the rate would rise", "set warmup_iters"],
-    ),
+    ("--learning-rate=3", ["learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
+    ("--lr=1e-3", ["lr=0.001", "nearest is learning_rate"]),
+    ("--zzzzqqq=3", ["zzzzqqq=3", "--help"]),
+    ("--=3", ["no such flag"]),
+    ("out/x", ["out/x: no such config file", "--out_dir=out/x"]),
+    ("--n_head=5 --n_embd=764", ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
+    ("--batch_size=64.5", ["batch_size=64.5 (command line)", "expected int, such as 12"]),
+    ("--batch_size=1e30", ["batch_size=1000000000000", "must be <2147483648"]),
+    ("--batch_size=" + "(" * 250 + "1", ["batch_size='(((", "expected int"]),
+    ("--seed=2**2**2**2**2**2", ["seed='2**2**2", "expected int"]),
+    ("--batch_size=0", ["batch_size=0 (command line)", "must be >0"]),
+    ("--batch_size 32", ["--batch_size (command line)", "--name=value"]),
+    ("batch_size=32", ["batch_size=32", "--name=value"]),
+    ("--eval_only=1", ["eval_only=1 (command line)", "expected True or False"]),
+    ("--compile=Tru", ["compile=Tru (command line)", "True or False or auto"]),
+    ("--optimizer=a\nb", ["'a\\nb' (command line)", "adamw or muon"]),
+    ("--muon_lr=0.1", ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
+    ("--schedule=constant --min_lr=0.1", ["min_lr=0.1 (command line)", "schedule=constant", "change schedule"]),
+    ("--pos=alibi --objective=masked", ["pos=alibi (command line)", "objective=masked", "retired"]),
+    ("--warmup_iters=90 --schedule=wsd --max_iters=100", ["warmup_iters=90 (", "cooldown of 20", "max_iters=100 ("]),
+    ("--warmup_iters=7 --max_iters=9 --lr_decay_iters=5", ["warmup_iters=7 (", "lr_decay_iters=5 (", "set warmup"]),
 ]
 NO_FLOAT = {"nan": "nan", "1e999": "inf", "10**999": "'10**999'", "1/0": "'1/0'", "9007199254740993": "90071992547409"}
-COMMAND_LINE_MISTAKES += [
-    ([f"--learning_rate={text}"], [f"learning_rate={shown}", "(command line)", "expected float"])
-    for text, shown in NO_FLOAT.items()
-]
+COMMAND_LINE_MISTAKES += [(f"--beta1={text}", [f"beta1={shown}", "expected float"]) for text, shown in NO_FLOAT.items()]
 
 
 def mistake(argv: list[str]) -> str:
@@ -228,10 +201,10 @@ def mistake(argv: list[str]) -> str:
     return message
 
 
-@pytest.mark.parametrize("argv, fragments", COMMAND_LINE_MISTAKES, ids=lambda x: str(x[0])[:40])
-def test_mistakes_on_the_command_line(argv, fragments):
-    message = mistake(argv)
-    assert len(message) < 300 and [f for f in fragments if f not in message] == [], message
+@pytest.mark.parametrize("flags, fragments", COMMAND_LINE_MISTAKES, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_mistakes_on_the_command_line(flags, fragments):
+    message = mistake(flags.split(" "))
+    assert len(message) < 300 and all(fragment in message for fragment in fragments), message
 
 
 FILE_MISTAKES = [
@@ -264,7 +237,6 @@ def test_mistakes_in_files(tmp_path, text, what, remedy):
 
 
 def test_files_are_never_executed(tmp_path):
-    """Each of these would leave a file behind if Python ran it."""
     trace = tmp_path / "trace"
     for text in (
         f"__import__('pathlib').Path({str(trace)!r}).touch()",
@@ -288,9 +260,6 @@ def test_binary_or_large_files_are_refused(tmp_path):
     assert ":11: the result is too large" in mistake([str(path)])
     os.truncate(path, 20 * 10**9)
     assert "has more than 1,048,576 bytes; a config file holds only name = value" in mistake([str(path)])
-
-
-# ---- Unused flags, the record, the checkpoint's flags
 
 
 def test_tables_name_flags_and_say_when_they_are_used():
@@ -338,12 +307,8 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     stored = asdict(parse(Config, flags))
     path = write(tmp_path / "c.py", "init_from = 'resume'\nout_dir = 'elsewhere'\n")
     given = read_flags(Config, [path, "--max_iters=20", "--rope_theta=7"])  # rope_theta is used: pos comes from stored
-    assert [*given.values()] == [
-        ("init_from", "resume", f"{path}:1"),
-        ("out_dir", "elsewhere", f"{path}:2"),
-        ("max_iters", 20, "command line"),
-        ("rope_theta", 7.0, "command line"),
-    ]
+    in_file = [("init_from", "resume", f"{path}:1"), ("out_dir", "elsewhere", f"{path}:2")]
+    assert [*given.values()] == [*in_file, ("max_iters", 20, "command line"), ("rope_theta", 7.0, "command line")]
     cfg = resolve(Config, given, stored, "out/step_00000001")
     assert asdict(cfg) == stored | {name: value for name, value, _ in given.values()}
     assert cfg.sources == {name: place for name, _, place in given.values()}
@@ -362,13 +327,13 @@ def test_retired_flags(tmp_path, monkeypatch):
     assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
     assert resolve(Config, {}, {"old_idea": "skip"}, "out").n_layer == Config.n_layer
     path.write_text("old_idea = 'roll'\n")
-    for argv, shown in (
-        ([str(path)], f"old_idea=roll ({path}:1): this flag was retired"),
-        (["--old_idea=roll"], "old_idea=roll (command line): this flag was retired"),
-        (["--norm=rmsnorm"], "norm=rmsnorm (command line): this choice was retired; use layernorm"),
-        (["--wiring=series"], "wiring=series (command line): this flag was retired"),
-    ):
-        assert shown in mistake(argv)
+    for argument, shown in {
+        str(path): f"old_idea=roll ({path}:1): this flag was retired",
+        "--old_idea=roll": "old_idea=roll (command line): this flag was retired",
+        "--norm=rmsnorm": "norm=rmsnorm (command line): this choice was retired; use layernorm",
+        "--wiring=series": "wiring=series (command line): this flag was retired",
+    }.items():
+        assert shown in mistake([argument])
 
 
 def test_nothing_that_is_retired_is_a_flag():
@@ -378,16 +343,12 @@ def test_nothing_that_is_retired_is_a_flag():
         assert bool(flag) == bool(chosen) and not (flag and value in configurator.choices(flag.type)), entry
 
 
-# ---- --help and the exit
-
-
-def test_help_names_every_flag(capsys):
-    for flag in ("--help", "-h"):
-        with pytest.raises(SystemExit) as stop:
-            parse(Config, ["--nonsense=3", flag], doc="How to run.\n\n    torchrun train.py\n    ")
-        assert stop.value.code == 0
-        text = capsys.readouterr().out
-        assert text.startswith("How to run.\n\n    torchrun train.py\n\n")
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_every_flag(capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        parse(Config, ["--nonsense=3", flag], doc="How to run.\n\n    torchrun train.py\n    ")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and text.startswith("How to run.\n\n    torchrun train.py\n\n")
     assert all(len(line) < 100 for line in text.splitlines())
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name

@@ -40,7 +40,6 @@ P = [0.5, 0.25, 0.15, 0.07, 0.03]
     ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1
 ], ids=str)  # fmt: skip
 def test_choose(flags, kept):
-    """The distribution, whose token ids are shuffled, and the frequencies of what is drawn from it."""
     cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
     expected = torch.tensor([*kept, *[0.0] * (5 - len(kept))])
     expected = expected / expected.sum()
@@ -53,7 +52,6 @@ def test_choose(flags, kept):
 
 
 def test_the_distribution_is_that_of_transformers():
-    """The distribution equals that of a random GPT-2's generate with the same flags, which applies min_p last."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -111,8 +109,8 @@ def load(out: Path):
 
 
 def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
-    """The run's model in float64, with random weights so large that a token depends on all those before it. It writes
-    printable ASCII and sentinels alone, as the weights of other ids are 0. sample.py loads it."""
+    """The run's model in float64, which sample.py loads too, with weights so large that a token depends on all before
+    it. It writes printable ASCII and sentinels alone, as the weights of other ids are 0."""
     path, model, tokenizer = load(out)
     torch.manual_seed(seed)
     for p in model.parameters():
@@ -125,9 +123,7 @@ def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
     return model
 
 
-@pytest.mark.parametrize(
-    "name,prompt", [("causal", "the cat "), ("causal", "dogs bark; sat on a mat. the cat "), ("wide", "the cat ")]
-)
+@pytest.mark.parametrize("name,prompt", [("causal", "the "), ("causal", "dogs bark; sat on a mat."), ("wide", "the ")])
 def test_greedy_text_equals_repeated_forwards(say, runs, monkeypatch, name, prompt):
     """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte: of the last 16 bytes, or with
     --overflow=roll of the whole text with window=16."""
@@ -224,18 +220,16 @@ def test_pieces_join_to_the_text_and_hold_back():
 
 
 def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys):
-    """Each piece is written at once, and the text equals the one written to a pipe."""
     with_large_weights(monkeypatch, runs / "causal")
     flags = [f"--out_dir={runs / 'causal'}", "--start=the cat ", "--max_new_tokens=40", "--device=cpu"]
     sample.main(flags)
     piped = capsys.readouterr().out
 
     class Terminal(io.StringIO):
-        def reconfigure(self, **options):
-            pass
-
-        def isatty(self):
+        def isatty(self, **options):
             return True
+
+        reconfigure = isatty
 
         def flush(self):
             lengths.add(self.tell())
@@ -248,7 +242,6 @@ def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys)
 
 
 def test_a_sample_that_ends_within_a_character(capsys):
-    """What it has of it is shown, as U+FFFD."""
     cfg = sample.SampleConfig(max_new_tokens=3)
     model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257)).eval()
     sample.continue_text(cfg, model, ByteTokenizer(), "a", torch.tensor([[97]]), lambda logits: torch.tensor([0xC3]))
@@ -269,15 +262,12 @@ def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGPIPE and "Error" not in (tmp_path / "stderr").read_text()
 
 
-# ---- scores
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["causal", "wide"])
 def test_scores_equal_log_softmax_of_the_logits(say, runs, tmp_path, name):
     """Up to block_size + 1 = 17 tokens the context is the whole text; then each window adds 8 tokens to it."""
     model = load(runs / name)[1].double()
-    for length in (1, 2, 17, 18, 26, 70):
+    for length in (1, 17, 18, 70):
         text = ("the café sat\r\non a mat. " * 5).encode()[:length]
         text = text[:-1] + b"x" if text[-1] > 127 else text
         (tmp_path / "text.txt").write_bytes(text)
@@ -307,9 +297,6 @@ def test_scores_of_tokens_of_several_bytes(run, say, tmp_path, capfd):
     evaluate.main([f"--out_dir={out}", f"--file={tmp_path / 'text.txt'}", "--device=cpu", "--json=True"])
     loss = json.loads(capfd.readouterr().out)["loss"]
     assert loss == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
-
-
-# ---- blanks
 
 
 def test_masked_fills_the_surest_blank_first(say, runs, monkeypatch):
@@ -342,19 +329,14 @@ def test_seq2seq_fills_spans(say, runs, monkeypatch):
     with torch.no_grad():
         while ids[-1] != 259 and len(ids) <= 40:
             logits = model(torch.tensor([ids[-32:]]), source=source)[0, -1]
-            allowed = [*range(256), max(ids) + 1 if max(ids) >= 257 else 257]
+            allowed = [*range(256), max(ids) + 1]
             ids.append(max(allowed, key=lambda t: logits[t]))
-    fills = {257: "", 258: "", 259: ""}
-    number = 257
-    for t in ids:
-        if t < 256:
-            fills[number] += chr(t)
-        else:
-            number = t
-    assert fills[257] and fills[258] and ids[-1] == 259
-    flags = ["--start=the <mask> on a <mask>.", "--temperature=0", "--max_new_tokens=40"]
-    assert say(*flags) == f"the {fills[257]} on a {fills[258]}.\n"
-    several = say(flags[0], "--num_samples=3", "--max_new_tokens=40").rstrip("\n").split(sample.SEPARATOR)
+    second = ids.index(258)
+    assert ids[-1] == 259 and 1 < second < len(ids) - 2
+    flags = ["--start=the <mask> on a <mask>.", "--max_new_tokens=40"]
+    filled = b"the " + bytes(ids[1:second]) + b" on a " + bytes(ids[second + 1 : -1]) + b".\n"
+    assert say(*flags, "--temperature=0") == filled.decode()
+    several = say(*flags, "--num_samples=3").rstrip("\n").split(sample.SEPARATOR)
     assert len(several) == 3
     assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
 
@@ -373,9 +355,6 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
     monkeypatch.setattr(sample, "generate", generate)
     assert sample.fill_spans(cfg, None, tokenizer, cfg.start, source, greedy) == 3 * 5
     assert capsys.readouterr().out == sample.SEPARATOR.join(["axb", "ayyyyb", "awwb"]) + "\n"
-
-
-# ---- what cannot be
 
 
 @pytest.fixture(scope="module")
@@ -424,8 +403,7 @@ REFUSED += [("causal", [flag], [flag.partition("=")[0][2:]]) for flag in WRONG]
 @pytest.mark.parametrize("name,flags,fragments", REFUSED, ids=lambda x: ascii(x)[:40])
 def test_what_is_refused(runs, capfd, files, monkeypatch, name, flags, fragments):
     monkeypatch.chdir(files)
-    error = refused(sample.main, [f"--out_dir={runs / name}", "--device=cpu", *flags], capfd)
-    assert all(fragment in error for fragment in fragments), error
+    refused(sample.main, [f"--out_dir={runs / name}", "--device=cpu", *flags], capfd, fragments)
 
 
 @pytest.mark.parametrize("name,start", [("causal", "a"), ("masked", "<mask>"), ("seq2seq", "<mask>")])
@@ -435,7 +413,7 @@ def test_weights_that_are_not_finite(runs, monkeypatch, capfd, name, start):
     monkeypatch.setattr(sample, "load", lambda *args: found)
     for temperature in (0, 1):
         flags = [f"--out_dir={name}", f"--start={start}", f"--temperature={temperature}", "--device=cpu"]
-        assert "logits are not finite" in refused(sample.main, flags, capfd)
+        refused(sample.main, flags, capfd, ["logits are not finite"])
 
 
 def test_odd_prompts_are_continued(say, tmp_path):

@@ -4,17 +4,17 @@ import json
 import os
 import random
 import shlex
+import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import ranks
 from helpers import ROOT, metrics
-from preparing import error
-from ranks import train_main
+from preparing import error, write_text
 
 from data import command, dataset
+from data.tokenizer import train_bpe
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
 
@@ -59,21 +59,19 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
 def test_a_stdout_that_fails_loses_nothing(tmp_path):
     """It fails at the first line, as Python does not buffer it; the data are there all the same."""
     (tmp_path / "a.txt").write_text("some words\n" * 30)
-    flags = [ROOT / "data/shakespeare_char/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
-    line = shlex.join([sys.executable, "-u", *map(str, flags)])
-    done = subprocess.run(f"exec {line} >/dev/full", shell=True, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: stdout: No space left on device; ")
+    program = ["data/shakespeare_char/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
+    code, err = ranks.command(program, tmp_path, stdout="/dev/full", unbuffered=True)
+    assert code == 2 and err.startswith("error: stdout: No space left on device; ")
     assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
 
 
 def test_names_that_are_no_text(tmp_path):
     """Bytes that are no UTF-8, in what is typed and so in what is printed."""
     (tmp_path / "a.txt").write_text("some words\n" * 30)
-    out = os.fsencode(tmp_path) + b"/\xff out"
-    run = [sys.executable, ROOT / "data/text/prepare.py", f"--input={tmp_path}/a.txt", b"--out=" + out]
-    done = subprocess.run([*run, "--tokenizer=byte"], capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr and "\\udcff out" in done.stdout, done
-    assert os.path.exists(out + b"/meta.json")
+    program = ["data/text/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/\udcff out", "--tokenizer=byte"]
+    assert ranks.command(program, tmp_path, stdout=tmp_path / "said") == (0, "")
+    assert "\\udcff out" in (tmp_path / "said").read_text()
+    assert os.path.exists(os.fsencode(tmp_path) + b"/\xff out/meta.json")
 
 
 def bind(name: str):
@@ -84,17 +82,15 @@ def bind(name: str):
 MAKE = {"FIFO": os.mkfifo, "SOCKET": bind, "FOLDER": os.mkdir, "ENDLESS": lambda name: os.symlink("/dev/zero", name)}
 
 
-@pytest.mark.parametrize("what", MAKE)
 @pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
-def test_what_is_no_file_is_one_line(call, tmp_path, monkeypatch, name, what):
-    """In the place of each file of a data set; no read waits for what never comes."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some words of text\n" * 50)
-    assert call("text", "--input=a.txt", "--tokenizer=bpe:262", "--out=./set")[0] == 0
-    monkeypatch.chdir(tmp_path / "set")
-    Path(name).unlink(missing_ok=True)
-    MAKE[what](name)
-    error(lambda: dataset.open_data(tmp_path / "set").split("train"))
+def test_what_is_no_file_is_one_line(tmp_path, monkeypatch, name):
+    text = "some words of text\n" * 50
+    write_text(tmp_path / "set", train_bpe([text], 262), text)
+    for what, make in MAKE.items():
+        monkeypatch.chdir(shutil.copytree(tmp_path / "set", tmp_path / what))
+        Path(name).unlink(missing_ok=True)
+        make(name)
+        error(lambda: dataset.open_data(Path.cwd()).split("train"))
 
 
 SHARD = {"name": "train.bin", "tokens": 1}
@@ -118,7 +114,7 @@ TEXTS = ["", "[]", '{"vocab_size": NaN}', '{"vocab_size": 5', '{"vocab_size": 5,
 
 
 @pytest.mark.parametrize("text", [*map(json.dumps, META), *TEXTS], ids=lambda text: text[:60])
-def test_strange_meta_is_one_line(call, tmp_path, monkeypatch, text):
+def test_strange_meta_is_one_line(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     Path("train.bin").write_bytes(b"\1\0")
     Path("meta.json").write_text(text)
@@ -158,7 +154,7 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, in_this_process, s
     more = ["--max_iters=2", "--warmup_iters=1", "--cooldown_iters=1", "--eval_iters=1", "--device=cpu"]
     more += ["--compile=False", "--n_layer=1", "--n_head=1", "--n_embd=32"]
     monkeypatch.chdir(ROOT)
-    train_main([*arguments, *more, f"--out_dir={tmp_path}/run"])
+    ranks.train_main([*arguments, *more, f"--out_dir={tmp_path}/run"])
     assert any("val_loss" in row for row in metrics(tmp_path / "run"))
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for: a second in each worker
-from helpers import ROOT, metrics, read_all, refused
+from helpers import ROOT, metrics, refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preparing import args, error, gpt2_of_other_merges
+from preparing import args, error, gpt2_of_other_merges, prepare, splits_of
 from test_families import CHOICES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -197,7 +197,6 @@ def test_ids_and_text_are_those_of_transformers(folder, kind, text, more):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attributes_are_those_of_transformers(folder, kind, tmp_path):
-    """Of a new one, and of the one in the file that travels with shards and runs."""
     reference = both(folder(kind))[1]
     new = build(f"hf:{folder(kind)}", lambda: pytest.fail("read the texts"))
     new.save(tmp_path / "new")
@@ -211,12 +210,8 @@ def test_attributes_are_those_of_transformers(folder, kind, tmp_path):
         assert ours.token_bytes[ours.eot] == b"</s>" and ours.byte_lengths[ours.eot] == 0
 
 
-def of_parts(change, eos: str = "</s>") -> HFTokenizer:
-    """GPT-2's kind of tokenizer, the file of which was changed."""
-    return HFTokenizer(changed(change), {"eos_token": eos}, "x")
-
-
 def changed(change) -> bytes:
+    """The file of GPT-2's kind of tokenizer, which was changed."""
     parts = json.loads(byte_level().to_str())
     change(parts)
     return json.dumps(parts).encode()
@@ -230,7 +225,8 @@ def test_gaps_in_the_vocabulary_and_tokens_beyond_it():
         vocabulary[max(vocabulary, key=vocabulary.get)] = 530
         parts["added_tokens"].append(parts["added_tokens"][0] | {"id": 500, "content": "<|far|>"})
 
-    tokenizer, reference = of_parts(change, "<|far|>"), Tokenizer.from_str(changed(change).decode())
+    tokenizer = HFTokenizer(changed(change), {"eos_token": "<|far|>"}, "x")
+    reference = Tokenizer.from_str(changed(change).decode())
     assert (tokenizer.vocab_size, tokenizer.eot) == (531, reference.token_to_id("<|far|>"))
     assert tokenizer.token_bytes[505] == b"" and tokenizer.byte_lengths[505] == 0
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
@@ -245,15 +241,13 @@ def test_only_byte_fallback_makes_bytes_of_numbers(steps, text):
 
 
 def test_random_dropout_truncation_and_padding_of_the_file_are_off():
-    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    padding = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "</s>"}
-
-    def change(parts: dict):
-        parts["model"]["dropout"] = 0.9
-        parts.update(truncation=truncation, padding=padding | {"pad_to_multiple_of": None})
-
-    text = "the parallel block"
-    assert of_parts(change).encode(text).tolist() == byte_level().encode(text).ids
+    reference = byte_level()
+    ids = reference.encode("the parallel block").ids
+    reference.model.dropout = 0.9
+    reference.enable_truncation(2)
+    reference.enable_padding(length=99)
+    tokenizer = HFTokenizer(reference.to_str().encode(), {"eos_token": "</s>"}, "x")
+    assert tokenizer.encode("the parallel block").tolist() == ids
 
 
 @pytest.mark.parametrize("configs", [
@@ -301,9 +295,7 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, name, value):
     tokenizer, _ = both(folder("gpt2"))
     tokenizer.save(tmp_path)
     assert hashlib.sha256(tokenizer.content).hexdigest() == tokenizer.spec["sha256"]
-    words = "was changed: its SHA-256, ids or special tokens are not the recorded ones; restore it"
-    if name == "special":
-        words = "no end-of-text"
+    words = {"special": "no end-of-text"}.get(name, "was changed: its SHA-256, ids or special tokens are not the rec")
     assert words in error(from_spec, tokenizer.spec | {name: value}, tmp_path)
 
 
@@ -384,30 +376,23 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, kind, family):
 
 @pytest.mark.parametrize("kind", ["bpe", "qwen2", *NEARLY_QWEN2])
 def test_a_qwen2_has_a_tokenizer_of_its_own(folder, tmp_path, kind):
-    """Beside its config.json, transformers ignores the rules of all others: a Llama is written, if it can be one."""
+    """Beside its config.json, transformers ignores the rules of others: they are written as a Llama's, or refused."""
     tokenizer = tokenizer_of(folder, kind)
-    plain, windows = (choose_of(tokenizer, flags) for flags in CHOICES["qwen2"])
+    plain, windows = (model_config(tokenizer, **flags) for flags in CHOICES["qwen2"])
     export_tokenizer(tokenizer, tmp_path)
     write_json(tmp_path / "config.json", {"model_type": "qwen2"})
+    assert same_ids(tmp_path, tokenizer) == (kind == "qwen2")
     if kind == "qwen2":
-        assert same_ids(tmp_path, tokenizer) and plain == windows == "qwen2"
+        assert choose(plain, tokenizer)[1] == choose(windows, tokenizer)[1] == "qwen2"
     else:
-        assert not same_ids(tmp_path, tokenizer) and plain == "llama"
-        assert "no family of Hugging Face has window_pattern=LLS" in windows and "--remote_code=True" in windows
-
-
-def choose_of(tokenizer, flags: dict) -> str:
-    """The family that these flags are written as, or why there is none."""
-    try:
-        return choose(model_config(tokenizer, **flags), tokenizer)[1]
-    except ValueError as e:
-        return str(e)
+        assert choose(plain, tokenizer)[1] == "llama"
+        message = error(choose, windows, tokenizer)
+        assert "no family of Hugging Face has window_pattern=LLS" in message and "--remote_code=True" in message
 
 
 def test_what_cannot_be_written(tmp_path):
-    with pytest.raises(ValueError, match="the char vocabulary has a lone surrogate, which no"):
-        export_tokenizer(CharTokenizer("a\ud800"), tmp_path)
-    assert not list(tmp_path.iterdir())
+    said = error(export_tokenizer, CharTokenizer("a\ud800"), tmp_path)
+    assert "the char vocabulary has a lone surrogate, which no" in said and not list(tmp_path.iterdir())
 
 
 def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, monkeypatch):
@@ -416,11 +401,10 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     path, text = tmp_path / "model", tmp_path / "a.txt"
     shutil.copytree(folder("llama2"), path)
     text.write_text("".join(TEXTS))
-    flags = args(tmp_path / "data", f"hf:{path}", shard_tokens=10**6, documents="line")
-    corpus.prepare(flags, [str(text)])
+    prepare(args(tmp_path / "data", f"hf:{path}"), [str(text)], "line")
     shutil.rmtree(path)
-    data, (_, reference) = open_data(tmp_path / "data", verify=True), both(folder("llama2"))
-    found = read_all(data.split("train")) + read_all(data.split("val"))
+    data, (_, reference) = open_data(tmp_path / "data"), both(folder("llama2"))
+    found = sum(splits_of(tmp_path / "data").values(), [])
     documents = [[*ids] for end, ids in groupby(found, lambda i: i == reference.eos_token_id) if not end]
     assert sorted(documents) == sorted(theirs(reference, line) for line in text.read_text().split("\n") if line.strip())
     out = run(f"--dataset={tmp_path}/data", "--max_iters=2", "--warmup_iters=1", "--eval_interval=2")
@@ -433,8 +417,8 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
         sample.main([f"--out_dir={where}", "--start=the été", "--max_new_tokens=5", "--device=cpu"])
         assert capfd.readouterr().out.startswith("the été")
     (out / "tokenizer.json").unlink()
-    said = refused(sample.main, [f"--out_dir={out}", "--device=cpu"], capfd)
-    assert "lacks the tokenizer's tokenizer.json; copy it there from the data, or train again" in said
+    said = "lacks the tokenizer's tokenizer.json; copy it there from the data, or train again"
+    refused(sample.main, [f"--out_dir={out}", "--device=cpu"], capfd, [said])
 
 
 @pytest.mark.parametrize("kind", ["llama2", "gemma"])
@@ -451,7 +435,6 @@ def test_a_continuation_keeps_its_blank(folder, kind, capsys, monkeypatch):
 
 
 def test_spans_keep_blanks(folder, capsys, monkeypatch):
-    """Texts that continue others, and a text that begins the whole."""
     ours = tokenizer_of(folder, "llama2")
     V, rest = ours.vocab_size, ours.encode_rest(" café").tolist()
     for prompt, fills, expected in (

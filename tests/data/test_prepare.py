@@ -88,7 +88,6 @@ def test_shakespeare_download_is_checked(script, tmp_path):
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
 def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
-    """It has no such file, ends early, or is silent."""
     monkeypatch.setattr(script, "SECONDS", 0.3)
 
     def serve():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import read_all, shards_of
+from helpers import Bomb, read_all, shards_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import error, files_of, write_set
@@ -33,13 +33,12 @@ def shard_bytes(tokens, magic=20240520, version=1, code="H") -> bytes:
 def test_written_bytes_are_the_format(tmp_path):
     write_set(tmp_path, train=range(250), shard_tokens=100)
     parts = [range(100), range(100, 200), range(200, 250)]
-    for i, part in enumerate(parts):
-        assert (tmp_path / f"train_{i:06d}.bin").read_bytes() == shard_bytes(part)
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert meta["vocab_size"] == 257 and meta["eot"] == 256 and meta["tokenizer"] == {"kind": "byte"}
     assert meta["tokenizer_hash"] == ByteTokenizer().hash
     assert meta["splits"]["train"]["tokens"] == 250 and meta["splits"]["train"]["documents"] == 1
     for i, (part, shard) in enumerate(zip(parts, meta["splits"]["train"]["shards"], strict=True)):
+        assert (tmp_path / f"train_{i:06d}.bin").read_bytes() == shard_bytes(part)
         digest = hashlib.sha256(shard_bytes(part)).hexdigest()
         assert shard == {"name": f"train_{i:06d}.bin", "tokens": len(part), "sha256": digest, "max_token": max(part)}
     assert sorted(os.listdir(tmp_path)) == ["meta.json"] + [f"train_{i:06d}.bin" for i in range(3)] + ["val_000000.bin"]
@@ -64,7 +63,6 @@ def test_dtype_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, magic, 
 @given(st.data())
 @settings(max_examples=40)
 def test_reads_span_shard_ends(data):
-    """Also if the files have two integer types."""
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     whole, ends = np.arange(sum(lengths)), np.cumsum(lengths)
     kinds = [data.draw(st.sampled_from(["<u2", "<i4"])) for _ in lengths]
@@ -74,9 +72,9 @@ def test_reads_span_shard_ends(data):
     end = data.draw(st.integers(start + 1, len(whole)))
     found = stream.read(start, end)
     assert found.dtype == np.int64 and found.tolist() == whole[start:end].tolist()
-    for bad in ((-1, end), (start, len(whole) + 1)):
+    for first, last in ((-1, end), (start, len(whole) + 1)):
         with pytest.raises(IndexError):
-            stream.read(*bad)
+            stream.read(first, last)
 
 
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
@@ -99,15 +97,11 @@ def test_more_shards_than_a_process_may_open_by_itself(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_raw_nanogpt_files(tmp_path):
+def test_raw_nanogpt_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     tokens = [5, 64, 0, 17]
     (tmp_path / "train.bin").write_bytes(struct.pack("<4H", *tokens))
-
-    class Trap:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "unpickled"),))
-
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Trap()))
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     message = error(open_data, tmp_path)
     assert "pass --vocab_size=N" in message and "echo '{\"vocab_size\": N}' >" in message and "meta.pkl" in message
     data = open_data(tmp_path, vocab_size=65)
@@ -116,7 +110,7 @@ def test_raw_nanogpt_files(tmp_path):
     assert read_all(open_data(tmp_path).split("train")) == tokens
     (tmp_path / "train.bin").write_bytes(b"12345")
     assert "train.bin is no shard" in error(open_data(tmp_path).split, "train")
-    assert not (tmp_path / "unpickled").exists()
+    assert not (tmp_path / "BOOM").exists()
 
 
 def test_shards_of_other_projects(tmp_path):
@@ -218,7 +212,6 @@ def test_damaged_shard_is_one_line(tmp_path, content, fact):
 @given(st.data())
 @settings(max_examples=100)
 def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
-    """Truncated, extended, or with changed bytes in the header: an error, or the original tokens."""
     folder = tmp_path_factory.mktemp("damage")
     shard = [("train_000000.bin", GOOD, 1024)]
     index = index_bytes([150, 50], [0, 1, 2])
@@ -324,7 +317,6 @@ def test_a_preparation_replaces_the_one_before_as_a_whole(tmp_path):
 
 
 def test_files_of_others_stay(tmp_path, monkeypatch):
-    """What a preparation did not make is neither deleted nor replaced nor followed."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "mine").write_text("mine")

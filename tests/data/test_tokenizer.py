@@ -98,7 +98,6 @@ def test_a_run_needs_no_table_of_gpt2(small_gpt2, run, tmp_path, monkeypatch, ca
 
 
 def test_gpt2s_table_travels_with_the_data(small_gpt2, tmp_path, monkeypatch):
-    """It is fetched when the data are prepared, and nowhere after."""
     tokenizer = build("gpt2", list)
     ids = tokenizer.encode(MIXED)
     monkeypatch.setattr("tiktoken.load.read_file_cached", lambda *_: pytest.fail("fetched again"))
