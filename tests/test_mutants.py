@@ -16,8 +16,3 @@ def test_a_fault_can_be_planted(number):
     for test in tests.split():
         path, _, name = test.partition("[")[0].partition("::")
         assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
-
-
-def test_no_fault_is_listed_twice():
-    planted = [fault[:3] for fault in FAULTS]
-    assert [fault for fault in planted if planted.count(fault) > 1] == []

@@ -1,20 +1,19 @@
 """Every file of config/: its flags fit together, and its model has the parameters counted here by hand."""
 
-import itertools
 import re
 from copy import copy
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from configurator import Config, dump, parse
 from flags import unused
 from model import Model
 
-FILES = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "config").glob("*.py")}
+FILES = {path.stem: path for path in (ROOT / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
 VOCABULARY["numbers"] = 257 - 4  # pairs have no sentinels
 OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 4}  # 19 of 64 tokens in 3 spans; the last sentinel ends them
@@ -84,16 +83,10 @@ def read(name: str) -> Config:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
-    """A number of parameters that the comment at the top gives, as 124 M or 7 B, is the model's too."""
     cfg = copy(read(name))
     cfg.vocab_size = cfg.vocab_size or VOCABULARY[cfg.dataset] + OWN_IDS[cfg.objective]
     with torch.device("meta"):
         assert sum(p.numel() for p in Model(cfg).parameters()) == PARAMETERS[name]
-    lines = FILES[name].read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line[2:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
-    assert comment
-    for number, digits, unit in re.findall(r"(\d+(?:\.(\d+))?) ([MB]) parameters", comment):
-        assert float(number) == round(PARAMETERS[name] / {"M": 1e6, "B": 1e9}[unit], len(digits)), comment
 
 
 def test_every_file_is_counted_and_has_its_own_out_dir():
@@ -124,7 +117,7 @@ def test_record_reads_back_equal(tmp_path, name):
     ("pycode_sas_p", "pycode_sas", {"block"}),
 ])  # fmt: skip
 def test_compares_like_with_like(name, like, changed):
-    """A comparison of blocks changes only what its comment says, and superblocks have as many parameters."""
+    """A comparison of blocks changes only what it says, and superblocks have as many parameters."""
     a, b = vars(read(name)), vars(read(like))
     assert {flag for flag in a.keys() - {"sources"} if a[flag] != b[flag]} == changed | {"out_dir"}
     if "superblock" in name and "n_expert" not in changed:
@@ -132,20 +125,17 @@ def test_compares_like_with_like(name, like, changed):
 
 
 def test_quick_files_are_the_tuned_runs():
-    """A quick file sets what its command in docs/baselines.md sets, and its comment has the loss of its row there."""
-    page = (FILES["pycode_standard"].parent.parent / "docs" / "baselines.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .* \| [\d,]+ +\| (\d\.\d+) \(", page, re.MULTILINE)
+    """A quick file sets what its command in docs/baselines.md sets."""
+    page = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python train\.py config/(.*)\.py (.*--out_dir=out/baseline\d+)$", page, re.MULTILINE)
     found, made_by_compare = set(), {"compile", "eval_interval", "eval_iters", "seed", "out_dir", "sources"}
-    for loss, (name, flags) in zip(rows, commands, strict=True):
+    for name, flags in commands:
         if flags.startswith("--block=parallel "):  # computes what config/pycode_superblock.py computes
             name, flags = "pycode_superblock", flags.partition(" ")[2]
         if "--n_group" in flags:
             continue
         a, b = vars(read(name)), vars(parse(Config, [str(FILES[name]), *flags.split()]))
         assert {flag for flag in a if a[flag] != b[flag]} <= made_by_compare, name
-        said = re.search(r"Validation loss (\d\.\d{3}) nats", FILES[name].read_text(encoding="utf-8"))[1]
-        assert abs(float(said) - float(loss)) < 6e-4, name
         found.add(name)
     untuned = {"train_pycode", "pycode_palm", "pycode_moe", "pycode_superblock_moe"}
     assert found == {name for name in FILES if read(name).dataset == "pycode"} - untuned
