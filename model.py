@@ -628,6 +628,12 @@ class Heads(nn.Module):
             y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
         return self.out(y.flatten(2))  # (B, T, C)
 
+    def add_per_head(self, name: str, initial: float | Normal, *shape: int):
+        """Make a parameter with a row for each head, or key/value head, which begins with these values."""
+        self.per_head = (*self.per_head, name)
+        self.initial = {**self.initial, name: initial}
+        setattr(self, name, nn.Parameter(torch.empty(shape)))
+
     def make_slots(self, cfg: ModelConfig):
         """n_slot slots for each key/value head: a learned value and its keys, of which a gated phi takes two. n_slot=0
         means as many parameters as the MLP would have."""
@@ -638,11 +644,9 @@ class Heads(nn.Module):
             mlp = READER["p"]._replace(phi=phi, share=self.reader.share)
             parameters = (1 + kind_of(cfg, mlp).arity) * cfg.n_embd * hidden_units(cfg, mlp)
             n = max(1, round(parameters / ((keys + 1) * self.n_kv_head * self.head_dim)))
-        self.per_head = (*self.per_head, "slot_k", "slot_v")
-        self.slot_k = nn.Parameter(torch.empty(self.n_kv_head, keys * n, self.head_dim))
-        self.slot_v = nn.Parameter(torch.empty(self.n_kv_head, n, self.head_dim))
-        std = cfg.init_std * math.sqrt(cfg.n_embd)  # as a normed stream's keys
-        self.initial = {**self.initial, "slot_k": Normal(std), "slot_v": Normal(std)}
+        drawn = Normal(cfg.init_std * math.sqrt(cfg.n_embd))  # as a normed stream's keys
+        self.add_per_head("slot_k", drawn, self.n_kv_head, keys * n, self.head_dim)
+        self.add_per_head("slot_v", drawn, self.n_kv_head, n, self.head_dim)
 
     def projection(self, cfg: ModelConfig, role: str, *sizes: int) -> Linear:
         """A layer that makes, for each key/value head, so many heads of queries, of keys and of values."""
@@ -794,8 +798,6 @@ class ShapedAttention(Attention):
     U are never built as matrices. Values and output are x itself, or start near x where they are trained.
     """
 
-    per_head = ("alpha", "beta", "gamma")
-
     def make_projections(self, cfg: ModelConfig, layer: int):
         D = self.head_dim
         if self.n_head * D != cfg.n_embd:
@@ -810,10 +812,8 @@ class ShapedAttention(Attention):
             self.value = NearIdentity(cfg, "into")
         if trained == "all":
             self.out = NearIdentity(cfg, "out")
-        self.alpha = nn.Parameter(torch.empty(self.n_head))
-        self.beta = nn.Parameter(torch.empty(self.n_head))
-        self.gamma = nn.Parameter(torch.empty(self.n_head))
-        self.initial = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
+        for gain in ("alpha", "beta", "gamma"):
+            self.add_per_head(gain, 1.0, self.n_head)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         q, k = self.split(self.qk(x), self.group, 1)
