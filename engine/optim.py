@@ -299,12 +299,16 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
             "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
         )
     loads = load_biases(model)
-    trained = [p for p in model.parameters() if p.requires_grad]  # tied: once
-    others = [p for p in trained if p not in hidden and p not in loads]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied: once
+    others = defaultdict(list)  # by their highest learning rate
+    for name, p in trained.items():
+        if p not in hidden and p not in loads:
+            others[peak_lr(name, p, cfg)].append(p)
     parts: dict = {}
-    if others:
-        groups = decay_groups(others, cfg.weight_decay, model)
-        parts[kind.rest(groups, cfg.learning_rate, (cfg.beta1, cfg.beta2))] = 1.0
+    for lr, params in others.items():
+        groups = decay_groups(params, cfg.weight_decay, model)
+        ratio = 1.0 if lr == cfg.learning_rate else lr / cfg.learning_rate
+        parts[kind.rest(groups, lr, (cfg.beta1, cfg.beta2))] = ratio
     if loads:
         parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if hidden:
@@ -312,8 +316,13 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
         parts[muon] = cfg.muon_lr / cfg.learning_rate
     if cfg.ema_decay:  # the last part, as it reads the new weights
-        parts[Average([{"params": trained, "decay": cfg.ema_decay}], 0.0, ())] = None
+        parts[Average([{"params": [*trained.values()], "decay": cfg.ema_decay}], 0.0, ())] = None
     return Optimizer(parts)
+
+
+def peak_lr(name: str, p: nn.Parameter, cfg) -> float:
+    """The highest learning rate of a parameter that Muon does not train. Rates of their own go here, by name."""
+    return cfg.learning_rate
 
 
 def owners_of(model: nn.Module, hidden: dict, sharded: ShardedModel, dtype: torch.dtype) -> Owners:
