@@ -59,7 +59,7 @@ class ModelConfig(LayerFlags):
     embed_scale: float = 1.0  # [any] factor of the token embeddings; Gemma's is sqrt(n_embd)
     # --- model: block
     block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"] = "layernorm"  # of the stream; docs/blocks.md
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"] = "layernorm"  # of the stream
     # [norm_placement!=none or norm=none]
     last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # [norm_placement!=post] of the norm before the head
     norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # around a sum; docs/blocks.md

@@ -20,7 +20,8 @@ from models import check_decoding, choices
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
-from engine import decode
+from configurator import Config
+from engine import decode, optim
 from engine.parallel import pipeline
 from engine.parallel import tensor as tensor_parallel
 from ops import Mask
@@ -145,6 +146,17 @@ def test_the_plan_counts_the_state_of_a_new_optimizer(runs):
     """As many bytes as parameters; AdamW would keep twice as many."""
     memory = {kind: float(re.search(rf"{kind} +([0-9.]+)", runs[1])[1]) for kind in ("parameters", "optimizer state")}
     assert memory["optimizer state"] == memory["parameters"] > 1.0
+
+
+def test_a_parameter_may_have_a_learning_rate_of_its_own(monkeypatch):
+    """The schedule changes it in proportion."""
+    cfg = Config(**SIZES, learning_rate=0.25)
+    net = model.Model(cfg)
+    monkeypatch.setattr(optim, "peak_lr", lambda name, p, cfg: 0.5 if name == "wte.weight" else cfg.learning_rate)
+    optimizer = optim.build(net, cfg)
+    optimizer.set_lr(0.125)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates == {p: 0.25 if p is net.wte.weight else 0.125 for p in net.parameters()}
 
 
 @pytest.mark.parametrize("role", [None, "mine"])
