@@ -173,6 +173,7 @@ TO_A_FAMILY += [("llama", ByteTokenizer(), LLAMA_LIKE | dict(qkv_bias=True))]  #
 IN_NONE = [  # and which flags no family has
     (dict(block="simplified"), "block=simplified"),
     (dict(objective="masked"), "objective=masked"),
+    (dict(conv=4), "conv=4"),
     (LLAMA_LIKE | dict(norm_placement="post"), "norm_placement=post"),
     (dict(block="superblock", layer="c.own_slots"), "layer=c.own_slots"),
     (GEMMA3_LIKE | dict(attn_softcap=2.0), "qk_norm=True"),

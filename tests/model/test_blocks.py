@@ -335,16 +335,3 @@ def test_alibi_beside_slots_in_a_long_text(flags):
             inputs = Inputs(net.position_table(torch.arange(start, end), torch.float64))
             pieces.append(heads_of(heads, *(x[:, :, start:end] for x in (q, k, v)), inputs))
         assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-10)
-
-
-@pytest.mark.parametrize("heads", [{"mlp": "swiglu"}, {"attention": "mqa"}], ids=str)
-def test_superblock_parameters(heads):
-    """Separate: the standard block's less one norm. Joint: the same number to within a slot per head."""
-
-    def count(**flags):
-        with torch.device("meta"):
-            cfg = M.ModelConfig(vocab_size=256, n_embd=256, n_head=8, n_layer=4, **heads, **flags)
-            return M.Model(cfg).n_params()
-
-    assert count(block="superblock") == count() - 4 * 256
-    assert abs(count(block="superblock", layer="c.own_slots") - count(block="superblock")) <= 4 * 8 * 2 * 32

@@ -7,10 +7,9 @@ from typing import get_type_hints
 import pytest
 import torch
 from models import TINY, choices
-from test_model import GRID, USUAL, changes, numbers, refused
+from test_model import GRID, USUAL, changes, numbers
 
 import model as M
-from flags import documented
 from model import Model, ModelConfig
 
 S = 11  # tokens of a source
@@ -114,23 +113,3 @@ def ignored(rows: list[dict], names: set[str]) -> dict[str, str]:
 def test_no_flag_is_ignored(block):
     """If this fails, refuse the flag where it has no effect, by a rule in its comment."""
     assert not ignored([row for row in GRID if row["block"] == block], KINDS.keys() - NO_RESULT)
-
-
-def test_ignored_flags_are_found(monkeypatch):
-    """A block with a window of its own ignores --window; once a rule refuses it, it is not ignored."""
-
-    def near(cfg, layer):
-        attn = M.Attention(cfg, layer)
-        attn.window = 2
-        mlp = M.mlp_of(cfg, layer)
-        return [M.Sum(cfg, attn=attn), *M.cross(cfg, layer), M.Sum(cfg, mlp=mlp)]
-
-    monkeypatch.setitem(M.BLOCK, "near", near)
-    rows = [row | {"block": "near"} for row in GRID if row["block"] == "standard"]
-    rows = [row for row in rows if not refused(row)][:4]
-    names = {"window", "window_pattern", "norm", "pos", "n_kv_head"}
-    assert ignored(rows, names).keys() == {"window", "window_pattern"}
-    flags = documented(ModelConfig)
-    monkeypatch.setitem(flags, "window", flags["window"]._replace(rules=["block!=near"]))
-    model_of.cache_clear()  # of models that the rule refuses
-    assert not ignored([row for row in rows if not refused(row)], names)

@@ -1,15 +1,5 @@
-"""The known mistakes of much copied transformer code, which this model must not have.
-
-    mistake                                                       the test that holds it
-    padding masks made as 0 * -inf, or a row of -inf: NaN         test_padding_makes_no_nan, here
-    a centring matrix that is not masked like its attention       test_shaped_attention_equals_its_matrices
-    RoPE that is declared but never applied                       test_references.py, such as llama and modernbert
-    ALiBi that is never added to the scores                       test_attention_equals_naive_attention, and mpt
-    a "post-norm" that is a pre-norm                              test_block_equals_torch, test_norms_around_branches...
-    a zero query that a later initialisation overwrites           test_shaped_attention_starts_as_the_identity
-
-tests/faults.py plants each of them.
-"""
+"""A known mistake of much copied code: padding masks made as 0 * -inf, or a row of -inf, which is NaN. tests/faults.py
+plants it and the others (RoPE or ALiBi without effect, a post-norm that is a pre-norm, ...), and names their tests."""
 
 import pytest
 import torch

@@ -1,20 +1,17 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
-import ast
 import copy
 import math
 import random
 import re
 from collections import Counter
 from dataclasses import fields
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
 from families import LAYERS
-from helpers import ROOT
 from models import (
     DOCS,
     TINY,
@@ -454,18 +451,6 @@ def test_caches_have_the_length_of_the_text(monkeypatch):
 # ---- positions
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 12, 25])
-def test_alibi_slopes(n):
-    """Published recipe, written another way: ratio 2^(-8/p), then every other slope of the next power of two."""
-
-    def power_of_two(p):
-        return [2.0 ** (-(2.0 ** -(math.log2(p) - 3)) * (i + 1)) for i in range(p)]
-
-    p = 2 ** math.floor(math.log2(n))
-    expected = power_of_two(p) + power_of_two(2 * p)[0::2][: n - p]
-    assert M.alibi_slopes(n).tolist() == pytest.approx(expected)
-
-
 def test_alibi_columns_are_exact_far_out_in_bfloat16():
     """Two columns hold j exactly to 65,535 in bfloat16; scores of neighbours still differ by the slope."""
     cfg = ModelConfig(n_head=8, n_embd=8 * 64)
@@ -643,6 +628,10 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"n_expert": 4, "n_expert_active": 7}, ["n_expert_active=7", "n_expert=4", "lower it"]),
     ({"n_expert": 4, "n_dense_layer": 2}, ["n_expert=4", "used only with"]),
     ({"block": "superblock", "layer": "c,e"}, ["n_expert=0", "set n_expert"]),
+    ({"conv": 1}, ["conv=1: used only with conv!=1"]),
+    ({"conv": 65}, ["conv=65: must be <=64"]),
+    ({"conv": 4, "objective": "masked"}, ["conv=4: used only with objective=causal"]),
+    ({"conv": 4, "objective": "seq2seq"}, ["conv=4: used only with objective=causal"]),
     ({"block": "superblock", "layer": "c,e.heads", "n_expert": 4}, ["layer=", "experts may have only another map"]),
     *(({"pos": "rope", "rope_scaling": each}, ["rope_scaling=", each, "linear:F"])
       for each in (":::", "linear", "linear:2:3", "linear:1_0", "linear:-2", "linear:\u0662", "yarn:1e300")),
@@ -673,25 +662,3 @@ def test_what_a_model_does_not_take_is_refused(flags, idx, given, said):
         if "roll" in given:
             next(generate(model, idx, 1, lambda logits: logits.argmax(-1), **given))
         model(idx, **given)
-
-
-# ---- seams
-
-
-def stored_attributes(file: Path) -> set[tuple[str, str]]:
-    """(object, attribute) of every assignment to an attribute in a file."""
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
-    return {(ast.unparse(node.value), node.attr) for node in nodes if isinstance(node.ctx, ast.Store)}
-
-
-def test_engine_replaces_the_seams_and_nothing_else():
-    """Among the attributes that model.py defines, engine/ assigns exactly those in the table of docs/hacking.md."""
-    of_modules = {name for owner, name in stored_attributes(ROOT / "model.py") if owner == "self"}
-    for kind in vars(M).values():
-        if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
-            of_modules |= set(vars(kind))
-    stored = set().union(*(stored_attributes(file) for file in (ROOT / "engine").rglob("*.py")))
-    replaced = {name for owner, name in stored if owner not in ("self", "ctx", "cfg")} & of_modules
-    table = (ROOT / "docs" / "hacking.md").read_text().partition("## Seams")[2].splitlines()
-    named = set(re.findall(r"[.](\w+)", " ".join(line.split("|")[1] for line in table if line.startswith("|"))))
-    assert named == replaced

@@ -209,10 +209,12 @@ def test_a_map_over_slots(phi):
     assert_same(slots(x, Inputs()), y @ slots.out.weight.T, [x, *slots.parameters()])
 
 
-@pytest.mark.parametrize("phi,keys", [("gelu", 1), ("swiglu", 2)])
-def test_slots_have_as_many_parameters_as_an_mlp(phi, keys):
+@pytest.mark.parametrize(
+    "slots,phi,keys", [("s.gelu+c", "gelu", 1), ("s.swiglu+c", "swiglu", 2), ("c.own_slots", "gelu", 1)]
+)
+def test_slots_have_as_many_parameters_as_an_mlp(slots, phi, keys):
     """To half a slot of each head."""
-    _, slots = pool(f"s.{phi}+c")
+    _, slots = pool(slots)
     _, mlp = pool(f"p.{phi}+c")
     surplus = slots.slot_k.numel() + slots.slot_v.numel() - sum(p.numel() for p in mlp.parameters())
     assert abs(surplus) <= (keys + 1) * H * D / 2

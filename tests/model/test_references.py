@@ -4,6 +4,7 @@ Each weight of ours is written as a differentiable function of the reference's p
 functions of the same numbers, and must agree in their outputs and in their gradients with respect to all of them.
 """
 
+import math
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from data.objective import PAIRS
 from data.pairs import PADDING
 from engine.decode import generate
 from flags import READER
-from model import Block, Inputs, Model, ModelConfig, hidden_units
+from model import Attention, Block, Inputs, Model, ModelConfig, hidden_units
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
 S, LE = 19, 4  # tokens of a source and layers of its encoder (as many as the decoder's at least, says their cache)
@@ -180,7 +181,6 @@ def hf():
 
 
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # no id is special
-OPENAI_SIZE = dict(n_layer=L, n_head=H, n_embd=C, n_positions=T, vocab_size=V, activation_function="gelu") | NO_TOKENS
 THEIR_SIZE = NO_TOKENS | dict(
     num_hidden_layers=L, num_attention_heads=H, hidden_size=C, max_position_embeddings=T, vocab_size=V,
 )  # fmt: skip
@@ -198,43 +198,9 @@ def gated_width(mlp: str) -> int:
     return hidden_units(ModelConfig(**SIZE, mlp=mlp), READER["p"])
 
 
-def gpt2(hf):
-    """Its Conv1D layers hold transposed weights."""
-    reference = build(hf, hf.GPT2Config(**OPENAI_SIZE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-
-    def weights_of(layer):
-        return sums(
-            put("before", layer.ln_1)
-            | put("attn.qkv", layer.attn.c_attn, merge=lambda w: thirds(w.t()))
-            | put("attn.out", layer.attn.c_proj, merge=Tensor.t),
-            put("before", layer.ln_2)
-            | put("mlp.up", layer.mlp.c_fc, merge=Tensor.t)
-            | put("mlp.down", layer.mlp.c_proj, merge=Tensor.t),
-        )
-
-    m = reference.transformer
-    weights = put("wte", m.wte) | put("pos.wpe", m.wpe) | blocks(m.h, weights_of) | put("norm", m.ln_f)
-    return reference, dict(bias=True), weights, EXACT
-
-
 def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
     """The weights of a model of today's names, whose layers have those of weights_of(layer)."""
     return put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
-
-
-def llama_weights(reference) -> dict[str, Tensor]:
-    def weights_of(layer):
-        return sums(
-            put("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
-            put("before", layer.post_attention_layernorm) | gated_mlp(layer.mlp),
-        )
-
-    weights = decoder(reference.model, weights_of)
-    for i, layer in enumerate(reference.model.layers):
-        for norm in ("q_norm", "k_norm"):
-            if hasattr(layer.self_attn, norm):
-                weights |= put(f"blocks.{i}.sums.0.attn.{norm}", getattr(layer.self_attn, norm))
-    return weights | put("head", reference.lm_head)
 
 
 LLAMA = (
@@ -246,34 +212,18 @@ LLAMA = (
 OUR_LLAMA = dict(norm="rmsnorm", mlp="swiglu", tie_weights=False) | OUR_ROPE | OUR_GQA
 
 
-def rope_parameters(kind: str, **more) -> dict:
-    return dict(rope_parameters=dict(rope_type=kind, rope_theta=THETA, partial_rotary_factor=1.0, **more))
+def llama(hf):
+    """Their RMSNorm, and frequencies of RoPE, are computed in float32. test_families.py has more of its kind."""
+    reference = build(hf, hf.LlamaConfig(**LLAMA))
 
+    def weights_of(layer):
+        return sums(
+            put("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
+            put("before", layer.post_attention_layernorm) | gated_mlp(layer.mlp),
+        )
 
-LLAMAS = {  # name -> their class, what its config has besides, and our flags besides; test_families.py has others
-    "llama": ("Llama", {}, {}),
-    # norms of q and k before RoPE; here full attention in the first layer, sliding windows above
-    "qwen3": (
-        "Qwen3",
-        dict(head_dim=C // H, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-        dict(qk_norm=True, window=WINDOW, window_pattern="LSS"),
-    ),
-    # longer wavelengths
-    "llama31": (
-        "Llama",
-        rope_parameters(
-            "llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=5.0, original_max_position_embeddings=30
-        ),
-        dict(rope_scaling="llama3:8:2:5:30"),
-    ),
-}
-
-
-def llama_like(hf, name: str):
-    """Their RMSNorm, and frequencies of RoPE, are computed in float32."""
-    kind, theirs, flags = LLAMAS[name]
-    reference = build(hf, getattr(hf, f"{kind}Config")(**LLAMA | theirs))
-    return reference, OUR_LLAMA | flags, llama_weights(reference), ROUNDED
+    weights = decoder(reference.model, weights_of) | put("head", reference.lm_head)
+    return reference, OUR_LLAMA, weights, ROUNDED
 
 
 def mpt(hf):
@@ -374,9 +324,6 @@ FAIRSEQ = NO_TOKENS | dict(
 OUR_MARIAN = dict(bias=True, norm_placement="post", mlp="relu", pos="sinusoidal")
 
 
-of_llama = {name: pytest.param(partial(llama_like, name=name), id=name) for name in LLAMAS}
-
-
 def tokens(length: int) -> Tensor:
     return torch.randint(V, (2, length), generator=torch.Generator().manual_seed(4))
 
@@ -397,11 +344,7 @@ def assert_same_text(reference: nn.Module, ours: Model, weights: dict[str, Tenso
     assert_close(torch.stack(logits), torch.stack(expected.logits), ROUNDED)  # theirs are cast to float32
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [gpt2, cohere2, olmo2, falcon, mpt, *of_llama.values()],
-    ids=lambda f: getattr(f, "__name__", None),
-)
+@pytest.mark.parametrize("architecture", [llama, cohere2, olmo2, falcon, mpt])
 def test_model_equals_hugging_face(hf, architecture):
     """Logits, gradients and greedy text."""
     reference, flags, weights, tolerance = architecture(hf)
@@ -535,12 +478,11 @@ def padded(rows: list[Tensor], value: int) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-@pytest.mark.parametrize("architecture", [gpt2, of_llama["llama"]])
-def test_packed_pairs_equal_padded_ones_of_a_causal_model(hf, architecture):
-    """The loss of the targets alone and all its gradients; positions count in each pair."""
-    reference, flags, weights, tolerance = architecture(hf)
-    pairs, placed = pairs_of((5, 3), (2, 4), (1, 1)), flags.get("pos", "learned") == "learned"
-    ours = Model(ModelConfig(**SIZE | flags, doc_mask=True, doc_positions=placed)).double()
+def test_packed_pairs_equal_padded_ones_of_a_causal_model(hf):
+    """The loss of the targets alone and all its gradients."""
+    reference, flags, weights, tolerance = llama(hf)
+    pairs = pairs_of((5, 3), (2, 4), (1, 1))
+    ours = Model(ModelConfig(**SIZE | flags, doc_mask=True)).double()
     batch = packed(pairs, "causal")
     assert (batch["targets"] >= 0).sum() == 4 + 5 + 2
     rows, labels = ([torch.cat((a.where(torch.tensor(keep), -100), b)) for a, b in pairs] for keep in (True, False))
@@ -566,3 +508,84 @@ def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(hf, architecture):
         labels=padded([b for _, b in pairs], -100),
     )  # fmt: skip
     assert_same(call(encoder_decoder(flags), weights, **batch), theirs.loss, trained(reference), tolerance)
+
+
+# ---- gates, value residuals, maps of the scores and persistent memory, against x-transformers as well
+
+D = C // H
+
+
+@pytest.fixture
+def x_transformers():
+    return pytest.importorskip("x_transformers.x_transformers", reason="run pip install -e .[test]")
+
+
+def test_a_gate_of_elements_is_that_of_qwen3_next(hf):
+    """Their q_proj holds the queries and the gate of a head in turn, and their norms of q and k have gains 1 + w."""
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    sizes = dict(hidden_size=C, num_attention_heads=H, num_key_value_heads=HKV, head_dim=D, num_hidden_layers=L)
+    config = hf.Qwen3NextConfig(**sizes, attention_dropout=0.0, rms_norm_eps=1e-5)
+    config._attn_implementation = "eager"
+    theirs = jitter(module.Qwen3NextAttention(config, 1))
+    q, gate = theirs.q_proj.weight.unflatten(0, (H, 2, D)).unbind(1)
+    weights = {"qkv.weight": group_major(q.flatten(0, 1), theirs.k_proj.weight, theirs.v_proj.weight, groups=HKV)}
+    weights |= {"gate.weight": gate.flatten(0, 1), "out.weight": theirs.o_proj.weight}
+    weights |= {f"{name}.weight": 1 + getattr(theirs, name).weight for name in ("q_norm", "k_norm")}
+    cfg = ModelConfig(**SIZE | OUR_GQA, pos="rope", attn_gate="element", qk_norm=True)
+    ours, x, t = Attention(cfg, layer=1).double(), stream(), torch.arange(T)
+    angle = t[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=x.dtype) / (D // 2))
+    angle = torch.cat((angle, angle), dim=1)
+    mask = torch.zeros(1, 1, T, T, dtype=x.dtype).masked_fill(FUTURE, -math.inf)
+    expected, _ = theirs(x, (angle.cos()[None], angle.sin()[None]), mask)
+    got = call(ours, weights, x, Model(cfg).double().inputs(None, t, x))
+    assert_same(got, expected, trained(theirs) | {"x": x}, ROUNDED)
+
+
+def of_x_transformers(theirs: nn.Module, slots: bool = False) -> dict[str, Tensor]:
+    weights = put("qkv", theirs.to_q, theirs.to_k, theirs.to_v, merge=partial(group_major, groups=H))
+    return weights | put("out", theirs.to_out) | ({"slot_k": theirs.mem_k, "slot_v": theirs.mem_v} if slots else {})
+
+
+PLAIN = SIZE | dict(pos="none")
+
+
+@pytest.mark.parametrize("options, flags", [
+    ({"gate_values": True, "gate_values_headwise": True}, {"attn_gate": "head"}),
+    ({"gate_values": True}, {"attn_gate": "element"}),
+    ({"num_mem_kv": 3}, {"block": "superblock", "layer": "c.joint_slots", "n_slot": 3}),
+    ({"sigmoid": True}, {"block": "superblock", "layer": "c.sigmoid"}),
+])  # fmt: skip
+def test_attention_is_that_of_x_transformers(options, flags, x_transformers):
+    """Their sigmoid has no bias; -log n of a query that sees n tokens is given to it."""
+    theirs = jitter(x_transformers.Attention(C, dim_head=D, heads=H, causal=True, **options))
+    cfg = ModelConfig(**PLAIN, **flags)
+    ours, x = Attention(cfg, 0, cfg.readers[0][0]).double(), stream()
+    weights = of_x_transformers(theirs, slots="num_mem_kv" in options)
+    if "attn_gate" in flags:
+        weights |= put("gate", theirs.to_v_gate)
+    bias = -torch.arange(1, T + 1, dtype=x.dtype).log()[:, None].expand(T, T) if "sigmoid" in options else None
+    assert_same(call(ours, weights, x, Inputs()), theirs(x, attn_bias=bias), trained(theirs) | {"x": x}, ROUNDED)
+
+
+def test_value_residuals_are_those_of_x_transformers(x_transformers):
+    """Its mix is one half, with which ours begins. The gains of its norms are 1 + g."""
+    options = dict(add_value_residual=True, learned_value_residual_mix=False, use_rmsnorm=True, ff_no_bias=True)
+    theirs = jitter(x_transformers.Decoder(dim=C, depth=L, heads=H, attn_dim_head=D, **options))
+    ours = Model(ModelConfig(**PLAIN, norm="rmsnorm", norm_eps=0.0, value_residual=True)).double()
+    weights, x = {"norm.weight": 1 + theirs.final_norm.g}, stream()
+    for i in range(L):
+        (norms, attn, _), (more, mlp, _) = theirs.layers[2 * i : 2 * i + 2]
+        one, two = f"blocks.{i}.sums.0", f"blocks.{i}.sums.1"
+        weights |= {f"{one}.before.weight": 1 + norms[0].g, f"{two}.before.weight": 1 + more[0].g}
+        weights |= {f"{one}.attn.{name}": w for name, w in of_x_transformers(attn).items()}
+        weights |= {f"{two}.mlp.up.weight": mlp.ff[0][0].weight, f"{two}.mlp.down.weight": mlp.ff[-1].weight}
+        weights |= {f"{one}.attn.mix.{n}.weight": torch.full((1,), 0.5).double() for n in (0, 1) if i}
+    weights |= {name: p for name, p in ours.named_parameters() if name.startswith("wte.")}
+    ours.forward = lambda x: ours.through_blocks(x, Inputs())
+    assert_same(call(ours, weights, x), theirs(x), trained(theirs) | {"x": x}, ROUNDED)
+
+
+def test_the_mix_of_values_begins_with_halves():
+    net = Model(ModelConfig(**PLAIN, value_residual=True), seed=1)
+    gains = {name: p.item() for name, p in net.named_parameters() if ".mix." in name}
+    assert set(gains.values()) == {0.5} and len(gains) == 2 * (L - 1)
