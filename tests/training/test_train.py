@@ -40,12 +40,10 @@ from helpers import (
     tensors_in,
     weights_in,
 )
-from ranks import begin, command, exit_codes, torchrun, train_main, train_until
+from ranks import begin, command, exit_codes, train_main, train_until
 from ranks import launch as launch_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.launcher.api import LaunchConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
@@ -401,17 +399,10 @@ def test_weights_that_are_not_finite_write_no_text(run, monkeypatch, capsys):
     assert re.fullmatch(r"warning: .* logits are not finite.*\n", capsys.readouterr().err)
 
 
-def test_a_finished_run_is_left_alone(run, capsys, monkeypatch):
+def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
     monkeypatch.setattr(compilation, "works", lambda ranks: ranks.compile)  # which takes seconds
     monkeypatch.setattr(model.Block, "compile", lambda *_, **__: None)
     before = losses(folder := run("--max_iters=2"))
-    for compiled in (False, True):
-        run("--init_from=resume", "--max_iters=2", f"--compile={compiled}")
-        assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
-
-
-def test_eval_only_changes_nothing(run, capsys):
-    folder = run("--max_iters=2")
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     said = re.search(r"step 2: [^(]*\d", capsys.readouterr().out)[0]
     run("--init_from=resume", "--eval_only=True")
@@ -419,6 +410,9 @@ def test_eval_only_changes_nothing(run, capsys):
     run("--init_from=scratch", "--eval_only=True")
     assert "step 0: " in capsys.readouterr().out
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+    for compiled in (False, True):
+        run("--init_from=resume", "--max_iters=2", f"--compile={compiled}")
+        assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -479,12 +473,8 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     calls[:] = [True] * 26 * 2
     run(*flags, "--spike_factor=10.0", "--init_from=resume")
     assert losses(folder) == before
-    assert [bool(Watch(Config(spike_factor=10.0), torch.device("cpu"), [1.0] * n).spike(11.0)) for n in (19, 20)] == [
-        0,
-        1,
-    ]
-    of_zeros = Watch(Config(spike_factor=10.0), torch.device("cpu"), [0.0] * 20)
-    assert of_zeros.spike(1.0) == "" and of_zeros.norms[-1] == 1.0
+    watches = [Watch(Config(spike_factor=10.0), ALONE.device, norms) for norms in (19 * [1.0], 20 * [1.0], 20 * [0.0])]
+    assert [bool(watch.spike(11.0)) for watch in watches] == [False, True, False] and watches[2].norms[-1] == 11.0
 
 
 def test_the_batch_grows(run, tmp_path, capsys):
@@ -521,62 +511,33 @@ def test_a_pipe_that_nobody_reads_any_more(number, tiny_data, tmp_path, run):
     assert steps_of(tmp_path / "cut") == steps_of(run(f"--max_iters={step}", "--lr_decay_iters=40", out="whole"))
 
 
-def test_a_signal_in_an_evaluation(run, monkeypatch):
-    """It ends with that batch and its step is saved; the resumed run evaluates again, as if nothing had been."""
-    flags = ["--max_iters=8", "--eval_interval=4"]
-    plain, after, whole = evaluation.eval_batches, [], run(*flags, out="whole")
-
-    def batches(*args):
-        for batch in plain(*args):
-            if len(losses(whole.parent / "cut")) == 5:  # the second evaluation: one and 4 steps are written
-                os.kill(os.getpid(), signal.SIGTERM) if not after else None
-                after.append(1)
-            yield batch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "eval_batches", batches)
-        cut = run(*flags, out="cut")
-    assert len(after) == 1 and checkpoint.find(cut).name == "step_00000004"
-    assert losses(cut) == losses(whole)[:5]
-    run(*flags, "--init_from=resume", out="cut")
-    assert losses(cut) == losses(whole)
-
-
-def train_with_a_long_evaluation(flags: list[str]):
-    """train.py, whose second evaluation takes half a second per batch; in it torchrun gets the signal."""
+def train_with_a_signal_in_an_evaluation(flags: list[str]):
+    """train.py, whose second rank alone gets a signal in the second batch of the second evaluation."""
     plain, evaluations = evaluation.eval_batches, []
 
     def batches(*args):
-        evaluations.append(args)
+        evaluations.append(args)  # train and val of step 0 are the first two
         for number, batch in enumerate(plain(*args)):
-            if len(evaluations) == 3:  # train and val of step 0 are the first two
-                if number == 1 and os.environ["RANK"] == "0":
-                    os.kill(os.getppid(), signal.SIGTERM)
-                if number:
-                    time.sleep(0.5)
+            print("read", len(evaluations))
+            if len(evaluations) == 3 and number == 1 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
     evaluation.eval_batches = batches
     train_main(flags)
 
 
-def torchrun_with_a_long_evaluation(flags: list[str]):
-    with pytest.raises(SignalException):
-        torchrun(train_with_a_long_evaluation, flags, shutdown_timeout=5)
-
-
-def test_torchrun_ends_a_long_evaluation(run, tiny_data, tmp_path):
-    """torchrun kills its workers 30 s after the signal, here 5 s, and an evaluation takes 10 s: the steps up to it are
-    saved before."""
-    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
-        pytest.skip("torchrun of this PyTorch always waits 30 s")
+def test_a_signal_in_an_evaluation(run, tiny_data, tmp_path):
+    """torchrun kills its workers 30 s after the signal: no rank ends the evaluation, and the steps up to it are saved.
+    The resumed run evaluates again, as if nothing had been."""
     flags = ["--max_iters=8", "--eval_interval=6", "--eval_iters=42", IN_FLOAT64]
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}"]
-    launch_ranks(1, torchrun_with_a_long_evaluation, tmp_path, [*common, *flags])
+    launch_ranks(2, train_with_a_signal_in_an_evaluation, tmp_path, [*common, *flags])
     said = (tmp_path / "rank 0").read_text()
-    assert checkpoint.find(tmp_path / "cut").name == "step_00000006", said
-    assert said.count(STOPPING) == 1 and "with step 6 saved" in said
-    assert "--init_from=resume" in said
+    assert said.count("read 1\n") == 21 and said.count("read 3\n") < 10
+    assert checkpoint.find(tmp_path / "cut").name == "step_00000006"
+    assert "stopped by a signal to another rank" in said and "with step 6 saved" in said
+    assert len(losses(tmp_path / "cut")) == 1 + 6  # no second evaluation
     run("--init_from=resume", *flags, out="cut")
     assert distance(losses(tmp_path / "cut"), losses(run(*flags, out="whole"))) < 1e-9
 
@@ -696,7 +657,7 @@ def test_two_signals_at_once_end_the_process_without_a_traceback(monkeypatch, in
     both, exits, tracebacks = {signal.SIGINT, signal.SIGTERM}, [], []
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(sys, "unraisablehook", tracebacks.append)
-    with StopSignal(parallel.Ranks(1, 1, torch.device("cpu"), torch.float32, False)) as stop:
+    with StopSignal(ALONE) as stop:
         stop.unsaved_steps = True
         signal.pthread_sigmask(signal.SIG_BLOCK, both)
         for number in both:
@@ -709,7 +670,7 @@ def test_two_signals_at_once_end_the_process_without_a_traceback(monkeypatch, in
 
 
 def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
-    """Although one alone gets the signal. (torchrun sends it to all, as the test of a long evaluation shows.)"""
+    """Although one alone gets the signal."""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", f"--out_dir={tmp_path / 'cut'}"]
     launch_ranks(2, train_until, tmp_path, 6, signal.SIGTERM, flags)
     assert "stopped by a signal to another rank" in (tmp_path / "rank 0").read_text()
