@@ -101,21 +101,6 @@ def test_shaped_attention_equals_its_matrices(flags, docs):
         assert_same(attn(x, inputs_of(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
 
 
-@pytest.mark.parametrize("flags", both_ways([*VARIANTS, {"pos": "sinusoidal", "window": 3}]), ids=str)
-@pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
-def test_shaped_attention_starts_as_the_identity(flags, docs):
-    """But its queries, which begin at zero, learn."""
-    net, x = build(block="simplified", **flags), stream(2, T, C)
-    Hkv = net.cfg.kv_heads
-    for block in net.blocks:
-        attn = block.sums[0].attn
-        y = attn(x, inputs_of(net, docs))
-        assert torch.allclose(y, x, atol=1e-12)
-        (grad,) = torch.autograd.grad((y * stream(2, T, C).detach() ** 2).sum(), attn.qk.weight)
-        of_queries = grad.unflatten(0, (Hkv, H // Hkv + 1, -1))[:, :-1]
-        assert of_queries.abs().amax(-1).min() > 0
-
-
 @pytest.mark.parametrize("block", SAS)
 def test_the_whole_network_of_the_paper(block):
     """The config of the paper's setting against the equations of its authors' code (arXiv:2311.01906), from the

@@ -3,16 +3,9 @@ and compilation in test_model.py, layouts of ranks in test_layouts.py, transform
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import DOCS, TINY, T, assert_same, build, jitter, tokens
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from configurator import Config, parse
-from engine import optim
-from engine.parallel.context import apply_context_parallel
-from engine.plan.accounting import flops
-from engine.plan.estimate import Rank
-from model import Convolution, Model, ModelConfig
+from model import Model, ModelConfig
 from tools.heads import contextual_mlp
 
 CONV = {"conv": 4, "pos": "rope"}
@@ -72,46 +65,8 @@ def test_it_begins_as_the_model_without_it():
     assert all(p.grad.abs().min() > 0 for p in added.values())
 
 
-def test_adamw_trains_it_beside_muon():
-    """With decay, as other weights of two dimensions."""
-    net = build(**CONV)
-    mine = {m.weight for m in net.modules() if isinstance(m, Convolution)}
-    assert len(mine) == 4 and not mine & optim.hidden_matrices(net).keys()
-    decayed, _ = optim.decay_groups(list(net.parameters()), 0.1, net)
-    assert mine <= {*decayed["params"]}
-
-
-def test_the_plan_counts_it():
-    """6 FLOPs per weight and token; the rows that the backward reads; and those that two micro-steps exchange under cp,
-    there and back: three of each piece."""
-    flags = "--plan=True --world_size=2 --cp=2 --dtype=float32 --n_layer=2 --n_head=4 --n_embd=64 --pos=rope".split()
-    flags += "--block_size=128 --batch_size=2 --vocab_size=256 --gradient_accumulation_steps=2".split()
-    ranks, weights = [], 2 * 2 * 64 * 4
-    for conv in (0, 4):
-        ranks.append(Rank(parse(Config, [*flags, f"--conv={conv}"]), 2))
-    without, rank = ranks
-    assert flops(rank.model, 128) - flops(without.model, 128) == 6 * 128 * weights
-    for each in ranks:
-        each.measure()
-    rows = 4 * (2 * 2) * 2 * 64  # bytes of a row of each sequence, in each of four sums
-    assert rank.memory["activations"] - without.memory["activations"] == pytest.approx(rows * (64 + 2 * 3), rel=0.5)
-    assert rank.traffic["cp"] - without.traffic["cp"] == 2 * 2 * rows * 2 * 3
-
-
 def test_a_head_is_read_behind_it():
     net = build(**CONV)
     jitter(net)
     for layer, reader in ((0, ""), (1, "mlp")):  # raises where the units do not give what the reader computes
         contextual_mlp(net, tokens(T), layer, 0, 7, reader=reader)
-
-
-def test_pieces_shorter_than_its_reach_are_refused():
-    net = Model(ModelConfig(**TINY | {"block_size": 16}, conv=6))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        with pytest.raises(
-            ValueError, match="^cp=2 makes pieces of 4 tokens, and blocks.0.sums.0.conv.earlier reads 5"
-        ):
-            apply_context_parallel(net, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()

@@ -313,20 +313,17 @@ def card(monkeypatch):
     return card
 
 
-@pytest.mark.parametrize(
-    "major, computes, said, active",
-    [
-        (9, {"FA3": 1.001, "FA4": 1.0}, ", by FA3", "FA3"),
-        (9, {"FA4": 1.0}, ", by FA4", "FA4"),
-        (9, {}, ", by PyTorch's kernels (FA3: No module named 'fa3'; FA4: No module named 'fa4')", None),
-        (9, {"FA3": RuntimeError("no backward")}, "(FA3: no backward; FA4: No module named 'fa4')", None),
-        (9, {"FA3": 1.03}, "(FA3: its results differ; FA4: No module named 'fa4')", None),
-        (9, {"FA3": float("nan"), "FA4": 1.0}, ", by FA4", "FA4"),
-        (10, {"FA3": 1.0, "FA4": 1.0}, ", by FA4", "FA4"),
-        (8, {"FA3": 1.0, "FA4": 1.0}, "", None),
-        (12, {"FA4": 1.0}, "", None),
-    ],
-)
+@pytest.mark.parametrize("major, computes, said, active", [
+    (9, {"FA3": 1.001, "FA4": 1.0}, ", by FA3", "FA3"),
+    (9, {"FA4": 1.0}, ", by FA4", "FA4"),
+    (9, {}, ", by PyTorch's kernels (FA3: No module named 'fa3'; FA4: No module named 'fa4')", None),
+    (9, {"FA3": RuntimeError("no backward")}, "(FA3: no backward; FA4: No module named 'fa4')", None),
+    (9, {"FA3": 1.03}, "(FA3: its results differ; FA4: No module named 'fa4')", None),
+    (9, {"FA3": float("nan"), "FA4": 1.0}, ", by FA4", "FA4"),
+    (10, {"FA3": 1.0, "FA4": 1.0}, ", by FA4", "FA4"),
+    (8, {"FA3": 1.0, "FA4": 1.0}, "", None),
+    (12, {"FA4": 1.0}, "", None),
+])  # fmt: skip
 def test_the_newest_kernel_that_works(card, major, computes, said, active):
     card.major = major
     card.computes |= computes

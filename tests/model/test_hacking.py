@@ -24,6 +24,7 @@ from configurator import Config
 from engine import decode, optim
 from engine.parallel import pipeline
 from engine.parallel import tensor as tensor_parallel
+from engine.parallel.context import apply_context_parallel
 from ops import Mask
 
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
@@ -181,9 +182,8 @@ def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
         def forward(self, x, inputs):
             return super().forward(inputs.shared.setdefault("first", x), inputs)
 
-    monkeypatch.setitem(
-        model.BLOCK, "mine", lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg, layer, model.READER["p"]))]
-    )
+    mine = lambda cfg, layer: [model.Sum(cfg, mlp=Handing(cfg, layer, model.READER["p"]))]  # noqa: E731
+    monkeypatch.setitem(model.BLOCK, "mine", mine)
     net, idx = model.Model(model.ModelConfig(**SIZES, block="mine")), torch.zeros(1, 4, dtype=torch.int64)
     assert net(idx).isfinite().all()
     for stage in (0, 1):
@@ -213,13 +213,16 @@ def test_values_wider_than_queries_are_refused():
         heads.attend(q, q, v, Mask())
 
 
-def test_groups_of_rows_that_tp_does_not_divide_are_refused_by_name():
-    net = model.Model(model.ModelConfig(**SIZES, attention="gqa", n_kv_head=2))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+@pytest.mark.parametrize("apply, size, flags, said", [
+    (apply_context_parallel, 2, {"conv": 6}, "cp=2 makes pieces of 4 tokens, and blocks.0.sums.0.conv.earlier reads 5"),
+    (tensor_parallel.apply_tensor_parallel, 4, {"attention": "gqa", "n_kv_head": 2},
+     "tp=4 does not divide the 2 groups of rows of blocks.0.sums.0.attn.qkv"),
+], ids=["cp", "tp"])  # fmt: skip
+def test_a_module_that_ranks_cannot_cut_is_refused_by_name(apply, size, flags, said):
+    net = model.Model(model.ModelConfig(**SIZES, **flags))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        with pytest.raises(
-            ValueError, match=r"tp=4 does not divide the 2 groups of rows of blocks\.0\.sums\.0\.attn\.qkv"
-        ):
-            tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
+        with pytest.raises(ValueError, match=said):
+            apply(net, dist.group.WORLD)
     finally:
         dist.destroy_process_group()

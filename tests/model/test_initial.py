@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from helpers import refused
 from torch import nn
 
 import model as M
@@ -96,9 +95,3 @@ def test_a_declared_tensor_needs_values():
         in_parts(ModelConfig(**SIZES))
     use("m.own = nn.Parameter(torch.empty(4)); m.initial = {'own': torch.linspace(0, 1, 4, device='cpu')}")
     assert torch.equal(in_parts(ModelConfig(**SIZES)).blocks[0].sums[0].attn.own, whole.blocks[0].sums[0].attn.own)
-
-
-def test_train_py_refuses_in_one_line(run, capsys):
-    use("m.own = nn.Parameter(torch.rand(4))")
-    line = refused(lambda flags: run(*flags), ["--max_iters=1", "--warmup_iters=0"], capsys)
-    assert "blocks.0.sums.0.attn.own" in line

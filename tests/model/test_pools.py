@@ -209,13 +209,12 @@ def test_a_map_over_slots(phi):
     assert_same(slots(x, Inputs()), y @ slots.out.weight.T, [x, *slots.parameters()])
 
 
-@pytest.mark.parametrize(
-    "slots,phi,keys", [("s.gelu+c", "gelu", 1), ("s.swiglu+c", "swiglu", 2), ("c.own_slots", "gelu", 1)]
-)
-def test_slots_have_as_many_parameters_as_an_mlp(slots, phi, keys):
+@pytest.mark.parametrize("slots,mlp,keys", [
+    ("s+c", "p+c", 1), ("s.swiglu+c", "p.swiglu+c", 2), ("c.own_slots", "p+c", 1),
+])  # fmt: skip
+def test_slots_have_as_many_parameters_as_an_mlp(slots, mlp, keys):
     """To half a slot of each head."""
-    _, slots = pool(slots)
-    _, mlp = pool(f"p.{phi}+c")
+    (_, slots), (_, mlp) = pool(slots), pool(mlp)
     surplus = slots.slot_k.numel() + slots.slot_v.numel() - sum(p.numel() for p in mlp.parameters())
     assert abs(surplus) <= (keys + 1) * H * D / 2
 
@@ -242,7 +241,7 @@ def test_a_query_that_sees_nothing_reads_nothing(phi):
 
 def test_flops_count_what_a_layer_multiplies():
     """6 per weight and token, and 12 per head, channel, key and token: of each query to T tokens, 5 slots."""
-    net = build(block="superblock", layer="c/2,s/4+p.matrix", n_slot=5, n_layer=1)
+    net = build(block="superblock", layer="c/2,s/4+p.matrix", n_slot=5, n_layer=1, conv=3)
     weights = sum(p.numel() for name, p in net.named_parameters() if p.dim() == 2 and "wpe" not in name)
     assert flops(net, T) == 6 * T * weights + 12 * T * D * (2 * T + 1 * 5)
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from ranks import launch, train_main
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ops
+import train
 from configurator import Config, parse
 from engine import compilation
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
@@ -159,14 +161,8 @@ def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, caps
     monkeypatch.setattr(compilation, "try_compiler", lambda device: None)
     monkeypatch.setattr(compilation, "MOST_IN_STRIPS", 15)
     strips = ops.strip_attention
-    flags = [
-        "--n_layer=1",
-        "--doc_mask=True",
-        f"--activation_checkpoint={recompute}",
-        *SHORT,
-        "--max_iters=1",
-        "--eval_interval=1",
-    ]
+    flags = ["--n_layer=1", "--doc_mask=True", *SHORT, "--max_iters=1", "--eval_interval=1"]
+    flags += [f"--activation_checkpoint={recompute}"]
     expected = losses(run("--compile=False", *flags))
     capsys.readouterr()
     assert losses(run("--compile=True", *flags, out="compiled")) == expected
@@ -177,13 +173,19 @@ def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, caps
 
 
 @contextmanager
-def noting_graphs():
-    """A list of the graphs that are made meanwhile, and then run as they are, which is quick to make."""
+def noting_graphs(calls: Counter):
+    """A list of the graphs that are made meanwhile, and then run as they are, which is quick to make. `calls` gets how
+    often they run with and without autograd."""
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
-        return graph
+
+        def compiled(*args):
+            calls[torch.is_grad_enabled()] += 1
+            return graph(*args)
+
+        return compiled
 
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
@@ -204,6 +206,22 @@ def results(model: Model, parts: list[torch.nn.Module], batch: dict[str, torch.T
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
+def test_every_block_runs_as_compiled_code(run, monkeypatch):
+    """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
+    may have graphs, share those of the first step."""
+    calls, log, made = Counter(), train.Run.log, []
+    monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
+    flags = ["--block=superblock", "--n_layer=9", "--dropout=0.1", "--loss_chunk=24", "--max_iters=2"]
+    with noting_graphs(calls) as graphs:
+        torch._dynamo.utils.counters.clear()
+        run(*flags, "--compile=True", "--eval_interval=2")
+    steps, evaluations = 2 * 2, 2 * 2 * 2  # of two micro-batches; of two splits in two batches
+    chunks = 4  # of 16 of the 64 tokens, as all are equal
+    assert calls == {True: steps * 9, False: evaluations * 9 + (steps + evaluations) * chunks}
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert made == [len(graphs)] * 2
+
+
 @pytest.mark.parametrize("how", ["none", "selective"])
 def test_layers_of_experts_share_a_graph(how):
     """Also where the grouped kernel and recomputation meet; loss and gradients are as uncompiled."""
@@ -212,7 +230,7 @@ def test_layers_of_experts_share_a_graph(how):
     idx = torch.randint(29, (2, 16), generator=torch.Generator().manual_seed(0))
     for block in model.blocks if how != "none" else ():
         recompute(block, how)
-    with noting_graphs() as graphs, torch.autocast("cpu", torch.bfloat16):
+    with noting_graphs(Counter()) as graphs, torch.autocast("cpu", torch.bfloat16):
         expected, *found = (results(model, parts, {"idx": idx, "targets": idx}) for parts in ([], [*model.blocks], []))
     assert len(graphs) == 1
     for ours in found:  # the second of which finds the graphs
@@ -226,7 +244,7 @@ def test_a_stack_can_be_one_graph(kind, block):
     model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"], "--n_encoder_layer=1"]), seed=1)
     idx = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(0))
     batch = {"idx": idx, "targets": idx, "source": idx[:, :16]}
-    with noting_graphs() as graphs:
+    with noting_graphs(Counter()) as graphs:
         expected = results(model, [], batch)
         ours = results(model, [part for part in model.modules() if isinstance(part, kind)], batch)
     torch.testing.assert_close(ours, expected)
@@ -242,7 +260,7 @@ def test_ddp_does_not_cut_a_block(monkeypatch):
     cfg = parse(Config, [*TINY, "--n_embd=256", "--vocab_size=11"])
     idx = torch.zeros(4, 16, dtype=torch.int64)
     try:
-        with noting_graphs() as graphs:
+        with noting_graphs(Counter()) as graphs:
             sharded = ShardedModel(cfg, replace(parallel.join(cfg), compile=True))
             assert isinstance(sharded.forward_model, torch.nn.parallel.DistributedDataParallel)
             sharded.init_weights(1)

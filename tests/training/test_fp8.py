@@ -134,26 +134,6 @@ def test_the_layers_of_the_blocks_are_changed_and_no_others():
     assert {name.rpartition(".")[2] for name in names} == {"qkv", "q", "kv", "out", "up", "down"}
 
 
-def test_a_model_trains_as_in_float32():
-    """70 steps on the same text: the losses fall from 3.5 to 0.1 or less, and differ by less than 0.05 nats."""
-    ids = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(0))
-
-    def losses(change) -> torch.Tensor:
-        model, found = small(mlp="swiglu", attention="mqa", pos="rope"), []
-        change(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        for _ in range(70):
-            loss = model(ids[:, :-1], ids[:, 1:])
-            loss.backward()
-            optimizer.step(), optimizer.zero_grad()
-            found.append(loss.detach())
-        return torch.stack(found)
-
-    usual, got = losses(lambda model: None), losses(fp8.apply)
-    assert usual[0] > 3 and usual[-1] < 0.15 and not torch.equal(got, usual)
-    assert (got - usual).abs().max() < 0.05
-
-
 def config(*flags: str) -> Config:
     return parse(Config, [*TINY, "--n_embd=64", "--vocab_size=32", "--fp8=True", *flags])
 
@@ -182,11 +162,12 @@ def on_two_ranks(folder):
 
 
 def test_layouts(tmp_path):
-    """Two ranks find the loss and the gradient of one process, which are not those of float32. With tp, a tensor is cut
+    """Two ranks find the loss and the gradient of one process, which are near float32's. With tp, a tensor is cut
     before it is rounded. A block has four layers with three products each; with tp and bias, two are in float8."""
     launch(2, on_two_ranks, tmp_path, tmp_path)
     one, with_bias, exact = figures(), figures("--bias=True"), figures("--fp8=False")
     assert one[2] == 2 * 2 * 4 * 3 and exact[2] == 0 and abs(one[1] / exact[1] - 1) > 1e-5
+    assert one[:2] == pytest.approx(exact[:2], rel=0.05)
     for rank in range(2):
         for name, (loss, norm, products) in torch.load(tmp_path / f"{rank}.pt").items():
             expected = with_bias if name == "bias" else one
@@ -218,17 +199,6 @@ def test_compiled_and_recomputed_blocks():
         assert len(calls.found) == products
 
 
-def test_a_gpu_without_float8_is_refused(monkeypatch):
-    good = config("--dtype=bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A40")
-    for capability, refuses in (((8, 6), True), ((8, 9), False), ((10, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        with pytest.raises(ValueError, match="8.9 or later, and the device is A40;") if refuses else nullcontext():
-            fp8.check(good, (16, 0), torch.device("cuda"))
-    with pytest.raises(ValueError, match="and the device is CPU .*; leave fp8 out"):  # whose auto is float32
-        fp8.check(config("--dtype=float32"), (16, 0), torch.device("cpu"))
-
-
 def test_what_is_left_in_bfloat16(monkeypatch):
     """Sizes that are no multiples of 16; layers that gain nothing; micro-batches of 15 tokens."""
     model, x = small(n_embd=48, mlp_ratio=0.5), torch.zeros(1, 15, dtype=torch.int64)
@@ -247,9 +217,10 @@ def test_what_is_left_in_bfloat16(monkeypatch):
         assert {name.rpartition(".")[2] for name in found} == set(kinds.split())
 
 
-def test_what_does_not_fit_is_refused():
-    """Another dtype, numbers of tokens that are no multiples of 16, and a model without a layer that is changed."""
-    fp8.check(config("--dtype=bfloat16"), (16, 0))
+def test_what_does_not_fit_is_refused(monkeypatch):
+    """Another dtype or device, numbers of tokens that are no multiples of 16, no layer that is changed."""
+    good = config("--dtype=bfloat16")
+    fp8.check(good, (16, 0))
     fp8.check(config("--dtype=bfloat16", "--batch_size=1"), (24, 32))
     for flags, length, words in (
         (["--dtype=float32"], 16, "fp8=True does not go with dtype=float32"),
@@ -260,3 +231,10 @@ def test_what_does_not_fit_is_refused():
             fp8.check(config("--dtype=bfloat16", *flags), (length, 0))
     with pytest.raises(ValueError, match="fp8=True changes no layer: .* leave fp8 out"):
         fp8.apply(small(n_embd=40))
+    with pytest.raises(ValueError, match="and the device is CPU .*; leave fp8 out"):  # whose auto is float32
+        fp8.check(config("--dtype=float32"), (16, 0), torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A40")
+    for capability, refuses in (((8, 6), True), ((8, 9), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with pytest.raises(ValueError, match="8.9 or later, and the device is A40;") if refuses else nullcontext():
+            fp8.check(good, (16, 0), torch.device("cuda"))

@@ -13,9 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,11 +83,9 @@ MIXTURE = ["--objective=masked", "--dataset=TINY:0.75,MORE:.25"]
 SEQ2SEQ = ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=1.5", "--doc_mask=True", "--n_encoder_layer=1"]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [["--dropout=0.1"], MODERN, MASKED, SEQ2SEQ, ["--dtype=bfloat16", "--optimizer=muon"], MIXTURE],
-    ids=["gpt2", "modern", "masked", "seq2seq", "bfloat16", "mixture"],
-)
+@pytest.mark.parametrize("flags", [
+    ["--dropout=0.1"], MODERN, MASKED, SEQ2SEQ, ["--dtype=bfloat16", "--optimizer=muon"], MIXTURE,
+], ids=["gpt2", "modern", "masked", "seq2seq", "bfloat16", "mixture"])  # fmt: skip
 def test_resume_is_exact(run, flags, tiny_data, more_data):
     """Steps 4 to 8 once more, digit for digit, as after a kill: the log had gone on to 8 meanwhile."""
     flags = [flag.replace("TINY", str(tiny_data)).replace("MORE", str(more_data)) for flag in flags]
@@ -185,15 +181,11 @@ class Products(TorchDispatchMode):
         return f(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--bias=True", "--loss_chunk=24"],
-        ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--activation_checkpoint=full"],
-        [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
-    ],
-    ids=["standard", "joint", "seq2seq"],
-)
+@pytest.mark.parametrize("flags", [
+    ["--bias=True", "--loss_chunk=24"],
+    ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--activation_checkpoint=full"],
+    [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
+], ids=["standard", "joint", "seq2seq"])  # fmt: skip
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     """All of them, in the forward, the backward and what is computed again, in evaluations, in samples and in Muon;
     parameters and gradients are float32."""
@@ -269,14 +261,11 @@ def test_a_text_is_drawn_at_temperature_0_8(monkeypatch):
     assert (draws[0].bincount(minlength=6)[:4] / 20_000).tolist() == pytest.approx(expected.tolist(), abs=0.015)
 
 
-@pytest.mark.parametrize(
-    "objective,chars,given,vocab_size",
-    [
-        ("causal", 50, 0, 50), ("masked", 50, 0, 51), ("seq2seq", 50, 0, 54),
-        ("causal", 1024, 0, 1024), ("masked", 1024, 0, 1088), ("seq2seq", 1100, 0, 1152),
-        ("masked", 1024, 1025, 1025), ("seq2seq", 50, 54, 54),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("objective,chars,given,vocab_size", [
+    ("causal", 50, 0, 50), ("masked", 50, 0, 51), ("seq2seq", 50, 0, 54),
+    ("causal", 1024, 0, 1024), ("masked", 1024, 0, 1088), ("seq2seq", 1100, 0, 1152),
+    ("masked", 1024, 1025, 1025), ("seq2seq", 50, 54, 54),
+])  # fmt: skip
 def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given, vocab_size):
     with ShardWriter(tmp_path, CharTokenizer("".join(chr(1000 + i) for i in range(chars)))) as out:
         out.add("train", np.arange(chars))
@@ -415,14 +404,11 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
         assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "bad, saved, known",
-    [
-        (5, 4, "of step 4 is good"),
-        (5, 5, "of step 5 has the weights of this step"),
-        (4, 4, "go back to one before it"),
-    ],
-)
+@pytest.mark.parametrize("bad, saved, known", [
+    (5, 4, "of step 4 is good"),
+    (5, 5, "of step 5 has the weights of this step"),
+    (4, 4, "go back to one before it"),
+])  # fmt: skip
 def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, saved, known):
     """The line names step and samples; the last checkpoint stays the latest one, with finite weights. It is neither
     called good nor the best if its own evaluation is not finite."""
@@ -677,35 +663,6 @@ def test_ranks_agree_on_the_step_at_which_they_stop(tiny_data, tmp_path):
     saved = state_of(tmp_path / "cut")
     assert 6 <= saved["step"] <= 8 and saved["ranks"] == 2
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= tensors_in(tmp_path / "cut").keys()
-
-
-def test_every_block_runs_as_compiled_code(run, monkeypatch):
-    """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
-    may have graphs, share those of the first step. The backend runs a graph as it is, which is quick to make."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    graphs, calls = [], Counter()
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-
-        def compiled(*args):
-            calls[torch.is_grad_enabled()] += 1
-            return graph(*args)
-
-        return compiled
-
-    log, made = train.Run.log, []
-    monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    flags = ["--block=superblock", "--n_layer=9", "--dropout=0.1", "--loss_chunk=24"]
-    run(*flags, "--compile=True", "--max_iters=2", "--eval_interval=2")
-    steps, evaluations = 2 * 2, 2 * 2 * 2  # of two micro-batches; of two splits in two batches
-    chunks = 4  # of 16 of the 64 tokens, as all are equal
-    assert calls == {True: steps * 9, False: evaluations * 9 + (steps + evaluations) * chunks}
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert made == [len(graphs)] * 2
-    torch._dynamo.reset()
 
 
 def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path):
