@@ -376,7 +376,7 @@ tests/tools/test_lens.py::test_shares_are_weights_of_attention
 ops.py: The earliest tap of a convolution reaches one token into the document before.
 - return row.where(place >= i, 0)
 + return row.where(place >= i - 1, 0)
-tests/model/test_conv.py::test_the_sum_written_out
+tests/model/test_model.py::test_a_convolution_is_the_sum_written_out
 
 model.py: --rope_scaling is accepted beside positions that it has no effect on.
 - rope_scaling: str = ""  # [pos=rope] linear:F

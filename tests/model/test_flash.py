@@ -218,7 +218,7 @@ def test_compiled_models_compute_the_same(flash):
     before = counts["unique_graphs"]
     (x,) = leaves((2, LENGTH, 16))
     table = model.position_table(torch.arange(LENGTH), torch.float64)
-    for n in (2, 4, 8, 16):
+    for n in (2, 4, 8):
         numbers = torch.arange(LENGTH).expand(2, -1) * n // LENGTH
         inputs = Inputs(table, with_boundaries(numbers, numbers))
         assert_same(compiled(x, inputs), block(x, inputs), [x, *block.parameters()])

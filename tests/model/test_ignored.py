@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from models import TINY, choices
+from models import TINY, choices, jitter
 from test_model import GRID, USUAL, changes, numbers
 
 import model as M
@@ -33,16 +33,13 @@ def model_of(row: tuple) -> Model:
 
 
 @cache
-def weights(row: tuple) -> list[torch.Tensor]:
-    """The initial weights of a model with these flags."""
-    return [p.detach().clone() for p in model_of(row).parameters()]
-
-
-@cache
-def with_other_weights(row: tuple) -> tuple[Model, dict[str, torch.Tensor]]:
-    """The model, and texts as long as it takes."""
-    weights(row)  # before they change
-    model = model_of(row)
+@torch.no_grad()
+def computes(row: tuple, kind: str) -> list[torch.Tensor]:
+    """The initial weights of a model with these flags; or, with other weights and texts as long as it takes, its loss
+    with dropout, or its logits, also in bfloat16."""
+    model = copy.deepcopy(model_of(row))
+    if kind == "weights":
+        return list(model.parameters())
     cfg, T = model.cfg, model.cfg.block_size
     torch.manual_seed(2)
     idx, source = torch.randint(cfg.vocab_size, (2, T)), torch.randint(cfg.vocab_size, (2, S))
@@ -50,33 +47,22 @@ def with_other_weights(row: tuple) -> tuple[Model, dict[str, torch.Tensor]]:
     if cfg.doc_mask:
         inputs |= {"docs": torch.arange(T).expand(2, T) // 5}
         inputs |= {"source_docs": torch.arange(S).expand(2, S) // 5} if model.encoder else {}
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.05 * torch.randn_like(p)
-    return model, inputs
-
-
-@cache
-@torch.no_grad()
-def result(row: tuple, kind: str) -> torch.Tensor:
-    """The logits that it then gives, also in bfloat16, or its loss with dropout."""
-    model, inputs = with_other_weights(row)
+    jitter(model)
     torch.manual_seed(3)
     if kind == "loss":
-        return model.train()(targets=inputs["idx"], **inputs)
-    model.eval()
+        return [model.train()(targets=idx, **inputs)]
     if kind == "logits":
-        return model(**inputs)
+        return [model.eval()(**inputs)]
     with torch.autocast("cpu", torch.bfloat16):
-        return copy.deepcopy(model).float()(**inputs)
+        return [model.eval().float()(**inputs)]
 
 
 def has_effect(row: dict, changed: dict) -> bool:
-    one, other = tuple(row.items()), tuple(changed.items())
-    first, second = weights(one), weights(other)
-    if len(first) != len(second) or not all(map(torch.equal, first, second)):
-        return True
-    return not all(torch.equal(result(one, kind), result(other, kind)) for kind in ("logits", "loss", "bfloat16"))
+    for kind in ("weights", "logits", "loss", "bfloat16"):
+        one, other = (computes(tuple(flags.items()), kind) for flags in (row, changed))
+        if len(one) != len(other) or not all(map(torch.equal, one, other)):
+            return True
+    return False
 
 
 def effect(row: dict, name: str) -> str:

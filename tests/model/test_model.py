@@ -37,6 +37,7 @@ from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from flags import unused
 from model import Model, ModelConfig
+from tools.heads import contextual_mlp
 
 USUAL = {field.name: field.default for field in fields(ModelConfig)}
 
@@ -313,17 +314,6 @@ def test_compiles_as_one_graph(flags):
     assert_same(compiled(idx, **given), model(idx, **given), list(model.parameters()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow  # half a minute, nearly all of it in the C++ compiler
-def test_compiled_block_trains_alike():
-    """torch.compile per block with the real backend: same logits and gradients as eager."""
-    torch._dynamo.reset()
-    model, idx = build(block="parallel", pos="rope", window=5, mlp="swiglu", n_layer=1), tokens(2, T)
-    expected = model(idx)
-    for block in model.blocks:
-        block.compile(fullgraph=True)
-    assert_same(model(idx), expected, list(model.parameters()), rtol=1e-9, atol=1e-9)
-
-
 # ---- the model's use of attention
 
 
@@ -462,6 +452,73 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
     assert torch.allclose(difference.float(), expected, rtol=1e-3)
 
 
+# ---- convolutions
+
+
+CONV = {"conv": 4, "pos": "rope"}
+
+
+def written_out(x: torch.Tensor, weight: torch.Tensor, docs: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row, numbers in zip(x, docs.tolist(), strict=True):
+        for t in range(len(row)):
+            seen = [i for i in range(weight.size(1)) if t - i >= 0 and numbers[t - i] == numbers[t]]
+            rows.append(row[t] + sum(weight[:, i] * row[t - i] for i in seen))
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("docs", [None, DOCS])
+@pytest.mark.parametrize("taps, compiled", [(2, False), (2, True), (4, False), (T + 3, False)])
+def test_a_convolution_is_the_sum_written_out(docs, taps, compiled):
+    """What a convolution gives the readers, and its gradients."""
+    net, seen = build(**CONV | {"conv": taps, "n_layer": 1}), []
+    jitter(net)
+    conv = net.blocks[0].sums[1].conv
+    conv.register_forward_hook(lambda conv, args, y: seen.append((*args, y)))
+    net(tokens(2, T), docs=docs)
+    [(x, inputs, _)] = seen
+    x = x.detach().requires_grad_()
+    conv._forward_hooks.clear()
+    f = torch.compile(conv, backend="aot_eager", fullgraph=True) if compiled else conv
+    expected = written_out(x, conv.weight, DOCS * 0 if docs is None else docs)
+    assert_same(f(x, inputs), expected, [x, conv.weight])
+
+
+def test_a_convolution_in_sixteen_bits_rounds_once():
+    """The result is that of float32, rounded; so are the gradients."""
+    net, idx = build(torch.float32, **CONV), tokens(2, T)
+    jitter(net)
+    conv, inputs = net.blocks[0].sums[0].conv, net.inputs(idx, torch.arange(T), torch.empty(0))
+    x = torch.randn(2, T, 32).to(torch.bfloat16).requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    found, expected = conv(x, inputs), conv(wide, inputs)
+    assert torch.equal(found, expected.to(torch.bfloat16))
+    grad = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, [x, conv.weight], grad)
+    exact = torch.autograd.grad(expected, [wide, conv.weight], grad.float())
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(gradients, exact, strict=True))
+
+
+def test_convolutions_begin_as_the_model_without_them():
+    """With the same initial weights; each convolution begins at 0 and has a gradient."""
+    idx = tokens(2, T)
+    net, without = (Model(ModelConfig(**TINY, conv=conv), seed=1) for conv in (4, 0))
+    added = {name: p for name, p in net.named_parameters() if name.endswith("conv.weight")}
+    assert [p.shape for p in added.values()] == [(32, 4)] * 4 and not any(p.any() for p in added.values())
+    others = dict(without.named_parameters())
+    assert {*others} | {*added} == {name for name, _ in net.named_parameters()}
+    assert torch.equal(net(idx), without(idx))
+    net(idx, idx).backward()
+    assert all(p.grad.abs().min() > 0 for p in added.values())
+
+
+def test_a_head_is_read_behind_a_convolution():
+    net = build(**CONV)
+    jitter(net)
+    for layer, reader in ((0, ""), (1, "mlp")):  # raises where the units do not give what the reader computes
+        contextual_mlp(net, tokens(T), layer, 0, 7, reader=reader)
+
+
 # ---- loss
 
 
@@ -509,39 +566,24 @@ def test_chunked_loss_of_frozen_parameters(trained):
 # ---- accounting, initialisation, configuration
 
 
-def on_meta(**flags) -> Model:
-    with torch.device("meta"):
-        return Model(ModelConfig(**flags))
-
-
-def test_parameters_and_flops_counted_by_hand():
-    L, H, Hkv, C, T, V, W = 6, 8, 2, 512, 256, 1000, 64
-    D, hidden = C // H, 1344  # 2/3 * 4 * 512 = 1365.3, to a multiple of 64
-    model = on_meta(
-        n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, attention="gqa", n_kv_head=Hkv, mlp="swiglu",
-        norm="rmsnorm", pos="rope", qk_norm=True, tie_weights=False, window=W, window_pattern="SSL",
-    )  # fmt: skip
-    matrices = L * (C * (H + 2 * Hkv) * D + C * C + 3 * C * hidden) + V * C
-    vectors = L * (2 * C + 2 * D) + C
-    assert model.n_params() == matrices + V * C + vectors
-    visible = (4 * W + 2 * T) * H * D  # four of six layers slide
-    assert flops(model, T) == T * (6 * matrices + 12 * visible)
-
-
 @pytest.mark.parametrize("S", [96, 60])
 def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand(S):
-    """The encoder's window reaches to both sides, and no farther than the source."""
+    """The encoder's window reaches to both sides, and no farther than the source; every second layer has none."""
     L, E, H, Hkv, C, T, V, W = 3, 5, 8, 2, 256, 128, 1000, 40
     wide = C + 2 * C * Hkv // H
-    flags = dict(n_layer=L, n_encoder_layer=E, n_head=H, n_embd=C, block_size=T, vocab_size=V, objective="seq2seq")
+    flags = dict(
+        n_layer=L, n_encoder_layer=E, n_head=H, n_embd=C, block_size=T, vocab_size=V, objective="seq2seq",
+        attention="gqa", n_kv_head=Hkv, pos="rope", window=W, window_pattern="SL", mlp_ratio=3.0,
+    )  # fmt: skip
     for block in ("standard", "superblock"):
-        model = on_meta(**flags, attention="gqa", n_kv_head=Hkv, pos="rope", window=W, mlp_ratio=3.0, block=block)
+        with torch.device("meta"):
+            model = Model(ModelConfig(**flags, block=block))
         mlp, kv = 2 * C * 3 * C, C * 2 * C * Hkv // H
         encoder, decoder = E * (C * wide + C * C + mlp), L * (C * wide + C * C + mlp + C * C + C * C)
         norms = {"standard": 2 * E + 3 * L, "superblock": E + 2 * L}[block] + 2
         assert model.n_params() == encoder + decoder + L * kv + V * C + norms * C
         weights = S * (encoder + L * kv) + T * (decoder + V * C)
-        scores = (E * S * min(S, 2 * W - 1) + L * T * (W + S)) * C
+        scores = (S * (3 * min(S, 2 * W - 1) + 2 * S) + T * (2 * W + T + L * S)) * C
         assert flops(model, T, source=S) == 6 * weights + 12 * scores
 
 
