@@ -41,8 +41,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def assert_near(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float):
-    """The norm of each tensor's error is below `limit` times its norm, or times 1 % of the largest norm if that is
-    more."""
+    """Each tensor's error is below `limit` times its norm, or times 1 % of the largest norm if that is more."""
     largest = max(x.detach().norm().item() for x in exact.values())
     for name, x in exact.items():
         size = max(x.detach().norm().item(), 0.01 * largest)

@@ -103,8 +103,7 @@ def test_shaped_attention_equals_its_matrices(flags, docs):
 
 @pytest.mark.parametrize("block", SAS)
 def test_the_whole_network_of_the_paper(block):
-    """The config of the paper's setting against the equations of its authors' code (arXiv:2311.01906), from the
-    parameters alone: RMSNorm is x / (rms + eps), q and k have biases, the last norm is LayerNorm with a bias."""
+    """The paper's setting against the equations of its authors' code (arXiv:2311.01906), from the parameters alone."""
     sizes = ["--n_layer=3", f"--n_head={H}", f"--n_embd={C}", f"--block_size={T}", f"--vocab_size={TINY['vocab_size']}"]
     cfg = parse(Config, ["config/sas_18l_768.py", f"--block={block}", *sizes])
     net, idx = M.Model(cfg).double(), tokens(2, T)
@@ -260,8 +259,7 @@ SLOTTED = both_ways([{"pos": "none"}, {"pos": "alibi"}, {"pos": "rope"}])
 @pytest.mark.parametrize("docs", [None, DOCS], ids=["whole", "docs"])
 @pytest.mark.parametrize("kind", ["own", "joint"])
 def test_joint_pool_from_scores_written_out(window, flags, Hkv, docs, kind):
-    """Slots and context under one softmax, or each under its own; slots are always visible and have no position. In a
-    softmax of their own, slots meet queries without a position."""
+    """Slots have no position and are always visible. In a softmax of their own, they meet queries without one."""
     layer = f"c.{kind}_slots"
     net = build(block="superblock", layer=layer, n_slot=5, window=window, attention="gqa", n_kv_head=Hkv, **flags)
     jitter(net)

@@ -37,14 +37,12 @@ def random(module: nn.Module) -> nn.Module:
 
 
 def units_in_pieces(gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Rows of gates and of values, each (E, F, C) -> our rows, in which a width of no multiple of 64 has one of each in
-    turn."""
+    """Rows of gates and of values, each (E, F, C), in turn, as in a width of no multiple of 64."""
     return torch.stack((gates, values), dim=2).flatten(1, 2)
 
 
 def test_experts_are_those_of_transformers():
-    """Outputs and the gradients of all weights and of the stream, here DeepSeek-V3's; test_families.py has models of
-    Mixtral and Qwen. Theirs compute the router's scores in float32."""
+    """DeepSeek-V3's, in test_families.py Mixtral's and Qwen's. Theirs compute the router's scores in float32."""
     hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
     module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     config = hf.DeepseekV3Config(

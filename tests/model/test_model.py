@@ -156,8 +156,7 @@ def test_a_block_may_give_its_readers_other_windows(objective, monkeypatch):
 
 
 def check_loss(model, idx, targets, **given):
-    """Targets of -1 are left out; the gradient reaches every parameter and is finite, beside padding as well: masks are
-    not 0 * -inf."""
+    """Targets of -1 are left out; a finite gradient reaches every parameter, beside padding too."""
     loss, logits = model(idx, targets, **given), model(idx, **given)
     assert logits.isfinite().all()
     assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-9)
@@ -285,8 +284,7 @@ def check_rolling(flags: dict, prompt: int, size: int):
 
 @pytest.mark.parametrize("pos", ["rope", "alibi"])
 def test_far_positions_of_a_rolling_cache_are_exact(pos):
-    """In float32, the logits after 400 tokens, when the cache has been moved 48 times, equal those of the last eight
-    tokens alone in float64."""
+    """In float32, when the cache has been moved 48 times, the logits are those of the last tokens alone in float64."""
     model = build(block_size=8, pos=pos, n_layer=1)
     jitter(model)
     text, last = tokens(1, 400), []

@@ -76,8 +76,7 @@ def test_dropout_in_attention_keeps_the_mean():
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropped_elements(p):
-    """They are a fraction p of all, independent of their neighbours and of the next draw. The others grow, so that the
-    mean stays, and their gradients with them."""
+    """They are a fraction p of all, independent of neighbours and of the next draw, and the mean stays."""
     torch.manual_seed(0)
     x = torch.rand(400, 999).add_(1).requires_grad_()
     torch.manual_seed(1)
@@ -168,8 +167,7 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
 
 @pytest.mark.parametrize("user", [True, False])
 def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch, user):
-    """cuDNN is allowed if the sizes repeat: not with a mask, for other queries than keys, or without a gradient. A user
-    who turns it off keeps it off; an error leaves it as it was."""
+    """Where the sizes repeat. A user who turns it off keeps it off, and an error leaves it as it was."""
     seen, sdpa = [], F.scaled_dot_product_attention
 
     def recorder(*args, **options):
@@ -228,8 +226,7 @@ def test_chunks_have_one_size():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_16_bits_are_summed_in_float32(dtype):
-    """A CPU converts each product; CUDA's own overload, seen on fake tensors, needs no copy. The first product is
-    written, and the second one added."""
+    """A CPU converts each product; CUDA's own overload, seen on fake tensors, needs no copy."""
     a, b = torch.randn(3, 5).to(dtype), torch.randn(5, 4).to(dtype)
     out, called = torch.full((3, 4), math.nan), []
     ops.product_(out, a, b, add=False)

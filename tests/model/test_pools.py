@@ -175,8 +175,7 @@ def test_queries_and_outputs_without_a_matrix(source, query, out):
 @pytest.mark.parametrize("phi", ["softmax", "sigmoid", "gelu", "swiglu"])
 @pytest.mark.parametrize("out", ["matrix", "none"])
 def test_units_from_their_weights(phi, groups, out):
-    """f(x_g W1_g^T + b1_g) W2_g^T + b2_g of each slice x_g. The softmax is over the units of a slice; its scores are
-    divided by the root of the slice's width."""
+    """f(x_g W1_g^T + b1_g) W2_g^T + b2_g of each slice x_g; a softmax is over the units of a slice."""
     _, mlp = pool(f"p.{phi}.{out}+c", n_group=groups, n_embd=32, bias=True)
     (x,) = leaves((2, T, C))
     parts = [p.chunk(groups) for p in (mlp.up.weight, mlp.up.bias, mlp.down.weight, mlp.down.bias)]

@@ -153,8 +153,7 @@ def test_a_folder_with_a_blank_is_the_cause(cache, tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, capsys):
-    """Each strip would be a graph of its own size. The run says so, and computes what an uncompiled one does. But
-    recomputation needs whole graphs, so there they are compiled."""
+    """Each strip would be a graph of its own size. But recomputation needs whole graphs, so there they are compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -174,8 +173,7 @@ def test_long_texts_in_strips_are_not_compiled(recompute, run, monkeypatch, caps
 
 @contextmanager
 def noting_graphs(calls: Counter):
-    """A list of the graphs that are made meanwhile, and then run as they are, which is quick to make. `calls` gets how
-    often they run with and without autograd."""
+    """The graphs that are made, and run as they are; `calls` counts their calls with autograd and without."""
     graphs = []
 
     def backend(graph, inputs):
@@ -207,8 +205,7 @@ def results(model: Model, parts: list[torch.nn.Module], batch: dict[str, torch.T
 
 
 def test_every_block_runs_as_compiled_code(run, monkeypatch):
-    """Each block of each forward, and each chunk of the loss, is one call of a graph; nine layers, more than a function
-    may have graphs, share those of the first step."""
+    """Nine layers, more than a function may have graphs, share those of the first step, as chunks of the loss do."""
     calls, log, made = Counter(), train.Run.log, []
     monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
     flags = ["--block=superblock", "--n_layer=9", "--dropout=0.1", "--loss_chunk=24", "--max_iters=2"]
@@ -239,8 +236,7 @@ def test_layers_of_experts_share_a_graph(how):
 
 @pytest.mark.parametrize("kind, block", [(Block, "standard"), (Stack, "superblock, joint pool")])
 def test_a_stack_can_be_one_graph(kind, block):
-    """As on a single GPU. The encoder has a graph of its own, and the source may be of another length. Loss and
-    gradients are as uncompiled."""
+    """As on a single GPU. The encoder has a graph of its own, and the source may be of another length."""
     model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"], "--n_encoder_layer=1"]), seed=1)
     idx = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(0))
     batch = {"idx": idx, "targets": idx, "source": idx[:, :16]}

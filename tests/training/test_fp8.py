@@ -177,8 +177,7 @@ def test_layouts(tmp_path):
 
 
 def test_compiled_and_recomputed_blocks():
-    """A block is one graph with the products in it, and gives the same as uncompiled. Selective recomputation makes
-    again every second product, and full all of them."""
+    """A block is one graph. Selective recomputation makes again every second product, and full all of them."""
     model, x = small(), torch.randn(4, 16, 64)
     fp8.apply(model)
     block = model.blocks[0]

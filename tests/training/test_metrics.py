@@ -264,8 +264,7 @@ def test_gpu_table(name, half, tf32):
 
 
 def test_peak_memory_grows_with_what_is_held():
-    """The first tensor of 256 MiB lifts the peak above that of the imports; a second one makes the difference. What the
-    process holds that starts the program does not count."""
+    """By a second tensor of 256 MiB exactly, whatever the process holds that starts the program."""
     of_parent = torch.ones(2**27)
     code = (
         "import torch; from engine.device import peak_memory_bytes as peak; torch.set_num_threads(1)\n"

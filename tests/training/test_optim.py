@@ -56,8 +56,7 @@ VECTORS = "norm|before|bias|gain|skip|resid|alpha|beta|gamma"
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 def test_matrices_decay_and_every_parameter_is_in_one_group(optimizer):
-    """Slots are rows of keys and values, with one dimension more for the heads. The biases of experts have two, but are
-    a vector for each expert; tied weights count once, and what balances experts is nobody's."""
+    """So do slots, of three dimensions, but no bias of experts, of two; what balances experts is in no group."""
     slots = tiny(block="superblock", layer="c.own_slots", qk_norm=True, conv=4)
     experts = tiny(n_expert=4, bias=True)
     for model in (tiny(block="simplified"), slots, experts):
@@ -205,8 +204,7 @@ def test_no_ratio_to_a_rate_of_zero():
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(Config)["optimizer"]))
 def test_an_update_of_any_optimizer(kind):
-    """The first step goes against the gradient, decay makes weights smaller, and a part of a parameter is updated as it
-    is in the whole, which FSDP rests on."""
+    """A part of a parameter is updated as in the whole, which FSDP rests on."""
     torch.manual_seed(0)
     start, grads = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(3)]
 

@@ -160,8 +160,7 @@ def plant(monkeypatch, micro_steps: int, steps: tuple[int, ...], first: int = 0,
 
 
 def test_skipped_steps_equal_the_oracles(run, short_data, monkeypatch):
-    """Weights and both optimizers' states stay as they are, Adam's count of steps too; data and rate go on. It resumes
-    between two."""
+    """Weights and states stay as they are, Adam's count too; data and rate go on. It resumes between two."""
     case, source = dict(SEQ2SEQ, optimizer="muon", eval_interval=4, lr_decay_iters=8), f"--dataset={short_data}"
     with monkeypatch.context() as patch:
         plant(patch, 3, (0, 3, 6))
@@ -215,8 +214,7 @@ def test_the_gradient_scaler_equals_the_oracles(run, short_data, monkeypatch):
 
 
 def test_evaluations_have_no_dropout(run, short_data):
-    """With a rate of 0 the weights stay as they are, so that each evaluation equals the oracle's, which knows no
-    dropout; and each step's loss does not, after an evaluation neither."""
+    """With a rate of 0, each evaluation equals the oracle's, which has no dropout, and each step's loss does not."""
     case = dict(learning_rate=0.0, min_lr=0.0, eval_interval=2, max_iters=5)
     folder = run(f"--dataset={short_data}", "--dropout=0.5", *flags_of(case))
     lines, _ = expected(case, oracle.Source(str(short_data)))

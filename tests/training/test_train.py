@@ -106,8 +106,7 @@ def test_resume_is_exact(run, flags, tiny_data, more_data):
     "flags", [{"block": "superblock", "layer": "c.own_slots"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str
 )
 def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
-    """With dropout everywhere, the gradient is digit for digit that of the same seed without recomputation, and not
-    that of another one; each block is computed twice."""
+    """With dropout everywhere, the gradient is digit for digit that of the same seed without recomputation."""
     torch.manual_seed(0)
     batch = {name: torch.randint(30, (4, 16)) for name in ("idx", "targets", "source")}
     batch = {name: x for name, x in batch.items() if name != "source" or "objective" in flags}
@@ -132,8 +131,7 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
 
 
 def test_the_gradient_of_dropout_is_that_of_its_masks():
-    """Of a loss whose seed is fixed, in float64, against finite differences: the strips of attention are computed again
-    in the backward, and there too with the masks of the forward."""
+    """Against finite differences, as the strips of attention are computed again in the backward."""
     net = model.Model(model.ModelConfig(**FLAT | {"block_size": 150}, vocab_size=30, dropout=0.3), seed=0).double()
     torch.manual_seed(0)
     idx, targets = torch.randint(30, (2, 2, 150))
@@ -187,8 +185,7 @@ class Products(TorchDispatchMode):
     [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
 ], ids=["standard", "joint", "seq2seq"])  # fmt: skip
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
-    """All of them, in the forward, the backward and what is computed again, in evaluations, in samples and in Muon;
-    parameters and gradients are float32."""
+    """In training, recomputation, evaluations, samples and Muon; parameters and gradients are float32."""
     kept, backward = set(), ShardedModel.backward
 
     def seen(self, *args):
@@ -278,8 +275,7 @@ def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given
 
 
 def test_a_checkpoint_older_than_a_flag_resumes(run, capsys):
-    """Its model had what is the flag's default now; with another value it is refused. The number of key/value heads
-    may be said there where attention says it too."""
+    """With the default. n_kv_head may be said where attention says it too."""
     folder = run("--max_iters=6")
     flags = state_of(folder)["flags"] | {"n_kv_head": 2}
     del flags["logit_softcap"]
@@ -345,8 +341,7 @@ def test_save_policy(run):
 
 
 def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
-    """`best` moves only to a lower finite loss than any before, also than those of before a resume, whose first
-    evaluation is that of its own checkpoint once more."""
+    """`best` moves only to a lower finite loss than any before, those of before a resume included."""
     val = {0: math.nan, 2: 3.0, 4: 4.0, 6: 3.5, 8: math.inf, 10: 2.5, 12: 2.5}
     plain, seen = Evaluation.losses, []
 
@@ -410,8 +405,7 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
     (4, 4, "go back to one before it"),
 ])  # fmt: skip
 def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, saved, known):
-    """The line names step and samples; the last checkpoint stays the latest one, with finite weights. It is neither
-    called good nor the best if its own evaluation is not finite."""
+    """The last checkpoint is neither called good nor the best if its own evaluation is not finite."""
     plain, calls = model.Model.loss, []
 
     def loss(self, x, targets):
@@ -433,8 +427,7 @@ def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad
 
 
 def test_a_spike_is_left_out(run, monkeypatch, capsys):
-    """Of the steps 25, 26 and 32, whose losses are far larger, the weights see nothing, as if their rate were 0. A run
-    that resumes after the first of them goes on digit for digit. Before there are 20 norms, no step is left out."""
+    """As if the rate were 0 in steps 25, 26 and 32; a resume after the first of them goes on digit for digit."""
     plain, calls, rate, spikes = model.Model.loss, [], optim.learning_rate, {7, 25, 26, 32}
 
     def loss(self, x, targets):
@@ -481,8 +474,7 @@ def test_the_batch_grows(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [None, signal.SIGINT], ids=["head", "tee"])
 def test_a_pipe_that_nobody_reads_any_more(number, tiny_data, tmp_path, run):
-    """`| head -3` ends the run like a SIGTERM: the step is saved, and nothing else is said. A terminal sends Ctrl-C to
-    `| tee` too, and the next line finds nobody who reads."""
+    """`| head -3` ends the run like a SIGTERM. A terminal sends Ctrl-C to `| tee` too, which then reads nothing."""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", "--lr_decay_iters=40", "--log_interval=1"]
     os.mkfifo(tmp_path / "pipe")
     process = begin(["train.py", *flags, f"--out_dir={tmp_path / 'cut'}"], tmp_path, stdout=tmp_path / "pipe")
@@ -514,8 +506,7 @@ def train_with_a_signal_in_an_evaluation(flags: list[str]):
 
 
 def test_a_signal_in_an_evaluation(run, tiny_data, tmp_path):
-    """torchrun kills its workers 30 s after the signal: no rank ends the evaluation, and the steps up to it are saved.
-    The resumed run evaluates again, as if nothing had been."""
+    """torchrun kills its workers 30 s after it. The resumed run evaluates again, as if nothing had been."""
     flags = ["--max_iters=8", "--eval_interval=6", "--eval_iters=42", IN_FLOAT64]
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}"]
     launch_ranks(2, train_with_a_signal_in_an_evaluation, tmp_path, [*common, *flags])
