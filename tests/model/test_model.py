@@ -297,9 +297,9 @@ def test_far_positions_of_a_rolling_cache_are_exact(pos):
 
 
 COMPILED = [
-    {"n_layer": 2, "value_residual": True, "attn_gate": "head", "pos": "alibi", "conv": 3},
+    {"n_layer": 2, "value_residual": True, "attn_gate": "head", "pos": "alibi"},
     {"n_layer": 1, "objective": "masked", "block": "superblock", "layer": "c.own_slots", "pos": "rope", "window": 3},
-]  # test_compilation.py has other blocks, encoders and experts
+]  # test_compilation.py has other blocks, encoders and experts; convolutions are below
 
 
 @pytest.mark.parametrize("flags", COMPILED, ids=changes)

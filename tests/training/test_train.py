@@ -48,31 +48,20 @@ import model
 import ops
 import sample
 import train
-from configurator import Config, parse, resolve
+from configurator import Config, parse
 from data.dataset import TokenStream, open_data
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import compilation, device, evaluation, optim
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import weights
 from engine.evaluation import Evaluation
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from engine.step import Step, Watch
 from engine.stop_signal import STOPPED, STOPPING, StopSignal
-
-
-def load(folder, which="latest"):
-    """The model of a checkpoint, and the checkpoint's state."""
-    path = checkpoint.find(folder, which)
-    state = checkpoint.read_state(path)
-    net = model.Model(resolve(Config, {}, state["flags"]))
-    weights = weights_in(path)
-    for name, p in net.named_parameters():
-        p.data.copy_(weights[name])
-    return net.eval(), state
-
 
 ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)  # TINY's model
@@ -223,7 +212,7 @@ def test_every_figure_is_written(run, monkeypatch, flags, lengths):
     lines = metrics(folder)
     logged = [line for line in lines if "loss" in line]
     assert [line["step"] for line in logged] == [0, 2, 4]
-    net = load(folder)[0]
+    _, net, _ = weights.alone(str(folder), ALONE.device, torch.float32, lambda flags: None)
     for line in logged:
         assert {"lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"} <= line.keys()
         assert line["tokens"] == (line["step"] + 1) * 4 * 2 * 16
@@ -417,8 +406,8 @@ def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad
     with pytest.raises(SystemExit) as stop:
         run(f"--save_interval={saved}", "--eval_interval=4", out="bad")
     assert stop.value.code == 1
-    net, state = load(tmp_path / "bad")
-    assert state["step"] == saved and all(p.isfinite().all() for p in net.parameters())
+    assert state_of(tmp_path / "bad")["step"] == saved
+    assert all(x.isfinite().all() for x in weights_in(tmp_path / "bad").values())
     assert (tmp_path / "bad" / "best").exists() == (bad > 4)
     message = capsys.readouterr().err
     assert f"step {bad} (samples {8 * bad} to {8 * bad + 7})" in message and "--skip_nonfinite=True" in message
@@ -466,7 +455,7 @@ def test_the_batch_grows(run, tmp_path, capsys):
         resume = ["--init_from=resume"] * (last > 4)
         folder = run(*common, f"--gradient_accumulation_steps={n}", f"--max_iters={last}", *resume, out="by hand")
     assert steps_of(folder) == steps_of(ramp)
-    assert load(tmp_path / "out")[1]["samples"] == 4 * (4 + 3 * 6 + 2 * 6)
+    assert state_of(tmp_path / "out")["samples"] == 4 * (4 + 3 * 6 + 2 * 6)
     for wrong in ("8", "0:5", "2:9,3:9", "2:9,3:4", "2:9,", "a:1"):
         line = refused(lambda flags: run(*flags), [f"--batch_ramp={wrong}"], capsys)
         assert f"batch_ramp={wrong!r} (command line)" in line
