@@ -57,22 +57,18 @@ def test_only_auto_on_a_cpu_asks_for_them(monkeypatch, trained, capsys):
 
 @pytest.fixture
 def go(run, tiny_data, tmp_path, monkeypatch):
-    """go(fast, *flags) trains in a folder; fast: whether the CPU has instructions for bfloat16, None if nobody asks."""
+    """go(fast, *flags) trains in a folder; fast: whether the CPU has instructions for bfloat16, None if nobody asks.
+    Returns the dtype that is stored."""
 
-    def call(fast: bool | None, *flags: str, out: str = "out") -> tuple[str, bool]:
+    def call(fast: bool | None, *flags: str, out: str = "out") -> str:
         monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("asked") if fast is None else fast)
         train_main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
-        cfg = parse(Config, [str(tmp_path / out / "config.py")])
-        assert (cfg.dtype, cfg.compile) == stored(tmp_path / out)
-        return cfg.dtype, cfg.compile
+        cfg, stored = parse(Config, [str(tmp_path / out / "config.py")]), state_of(tmp_path / out)["flags"]
+        assert cfg.compile is stored["compile"] is False
+        assert cfg.dtype == stored["dtype"]
+        return cfg.dtype
 
     return call
-
-
-def stored(folder) -> tuple[str, bool]:
-    """The resolved dtype and compile of the latest checkpoint."""
-    flags = state_of(folder)["flags"]
-    return flags["dtype"], flags["compile"]
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -86,10 +82,10 @@ def test_a_residual_stream_in_bfloat16_needs_fast_products(go, capsys, fast):
 def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
     """Also on another CPU, and digit for digit, Muon included; the losses are those of the explicit flag."""
     muon = "--optimizer=muon"
-    assert go(fast, muon) == (name, False)
-    assert go(None, "--init_from=resume", "--max_iters=4") == (name, False)
-    assert go(fast, muon, "--max_iters=4", out="whole") == (name, False)
-    assert go(None, muon, "--max_iters=4", f"--dtype={name}", "--compile=False", out="named") == (name, False)
+    assert go(fast, muon) == name
+    assert go(None, "--init_from=resume", "--max_iters=4") == name
+    assert go(fast, muon, "--max_iters=4", out="whole") == name
+    assert go(None, muon, "--max_iters=4", f"--dtype={name}", "--compile=False", out="named") == name
     resumed, whole, named = (figures(tmp_path / out) for out in ("out", "whole", "named"))
     assert resumed == whole == named and len(whole) == 7
 
@@ -112,12 +108,11 @@ def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys)
     """A checkpoint that stores float16, in an evaluation too; --dtype=auto replaces it."""
     go(False)
     edit_state(tmp_path / "out", flags=state_of(tmp_path / "out")["flags"] | {"dtype": "float16"})
-    assert stored(tmp_path / "out") == ("float16", False)
     for more in ([], ["--eval_only=True"]):
         flags = [*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", *more]
         line = refused(train.main, flags, capsys)
         assert "dtype=float16 needs a GPU for its scaler, and the device is cpu; use float32" in line
-    assert go(True, "--init_from=resume", "--max_iters=3", "--dtype=auto") == ("bfloat16", False)
+    assert go(True, "--init_from=resume", "--max_iters=3", "--dtype=auto") == "bfloat16"
 
 
 def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
@@ -127,7 +122,7 @@ def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     (tmp_path / "out" / "latest").write_text("step_00000001\n")
     capsys.readouterr()
-    assert go(None, "--save_interval=1") == ("bfloat16", False)
+    assert go(None, "--save_interval=1") == "bfloat16"
     assert "1 x cpu, bfloat16;" in capsys.readouterr().out
     assert losses(tmp_path / "out") == before
     with pytest.raises(SystemExit):
@@ -155,7 +150,8 @@ def two_ranks(runs: list[tuple[bool, list[str]]]):
 def test_all_ranks_have_the_dtype_of_the_first(tiny_data, tmp_path):
     flags = [*SHORT, f"--dataset={tiny_data}"]
     launch(2, two_ranks, tmp_path, [(fast, [*flags, f"--out_dir={tmp_path / str(fast)}"]) for fast in (True, False)])
-    assert stored(tmp_path / "True") == ("bfloat16", False) and stored(tmp_path / "False") == ("float32", False)
+    dtypes = [state_of(tmp_path / out)["flags"]["dtype"] for out in ("True", "False")]
+    assert dtypes == ["bfloat16", "float32"]
     for rank in range(2):
         lines = (tmp_path / f"rank {rank}").read_text().splitlines()
         assert [x for x in lines if "joined: " in x] == ["joined: torch.bfloat16", "joined: torch.float32"]
