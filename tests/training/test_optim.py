@@ -135,9 +135,9 @@ def test_who_gets_muon(tied):
     model = tiny(attention="gqa", n_kv_head=2, attn_gate="head", conv=4, bias=True, tie_weights=tied)
     rest, muon = build(model, config(optimizer="muon")).parts
     attn, mlp = model.blocks[0].sums[0].attn, model.blocks[0].sums[1].mlp
-    assert muon.fused.pop(attn.qkv.weight) == (2, (8, 4, 4))
-    assert muon.fused == {attn.out.weight: None, mlp.up.weight: None, mlp.down.weight: None}
-    assert rest.state.keys() == {*model.parameters()} - {attn.qkv.weight, *muon.fused}
+    fused = {attn.qkv.weight: (2, (8, 4, 4)), attn.out.weight: None, mlp.up.weight: (64, (1,)), mlp.down.weight: None}
+    assert muon.fused == fused
+    assert rest.state.keys() == {*model.parameters()} - fused.keys()
     assert sharded_dim(model, "blocks.0.sums.0.attn.gate.weight") == 0
 
 
