@@ -108,13 +108,10 @@ def flash(monkeypatch):
 
 def with_boundaries(of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As a model makes them of what the loader gives."""
-    found = document_starts({"docs": of_queries, "source_docs": of_keys})
-    starts = found["doc_starts"], found["source_doc_starts"]
-    return (
-        of_queries,
-        of_keys,
-        *(ops.boundaries(x, y.size(1)) for x, y in zip(starts, (of_queries, of_keys), strict=True)),
-    )
+    starts = document_starts({"docs": of_queries, "source_docs": of_keys})
+    ends_of_queries = ops.boundaries(starts["doc_starts"], of_queries.size(1))
+    ends_of_keys = ops.boundaries(starts["source_doc_starts"], of_keys.size(1))
+    return of_queries, of_keys, ends_of_queries, ends_of_keys
 
 
 def test_starts_of_documents():
