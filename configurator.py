@@ -373,9 +373,8 @@ def read_argument(cls: type, arg: str) -> Setting:
 def read_file(path: str) -> list[Setting]:
     """The settings of a config file. ValueError if it holds anything else."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(
-            f"{path}: no such config file; flags are written --name=value, such as --out_dir={path}"
-        )
+        remedy = f"flags are written --name=value, such as --out_dir={path}"
+        raise FileNotFoundError(f"{path}: no such config file; {remedy}")
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
     settings = []
     names = dict(CONSTANTS)

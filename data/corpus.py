@@ -41,11 +41,9 @@ SAFE_CUT = re.compile(r"\S(?= )|(?<=\S)\n(?=\S)")
 
 
 def cut(text: str, length: int) -> Iterator[str]:
-    """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`.
-
-    A word of each of our tokenizers ends before a space and after a single newline, where the cuts are. A tokenizer of
-    the kind hf may split otherwise; then the tokens at a cut are others.
-    """
+    """Cuts `text` into pieces of at least `length` characters. Their ids, joined, are the ids of `text`. A word of each
+    of our tokenizers ends before a space and after a single newline, where the cuts are. A tokenizer of the kind hf may
+    split otherwise; then the tokens at a cut are others."""
     start = 0
     while len(text) - start > length and (found := SAFE_CUT.search(text, start + length)):
         yield text[start : found.end()]

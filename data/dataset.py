@@ -78,10 +78,8 @@ class TokenStream:
 @dataclass(frozen=True)
 class DataSet:
     """A prepared folder, or several in `sources`: {name: (data, weight)}. These have the tokenizer, the vocabulary and
-    the end-of-text of the first one, whose `folder` and `meta` are given.
-
-    `vocab_size` is the model's: the larger of the data's own size and the flag. pack(stream) finds the windows of
-    pairs, see pairs.pack."""
+    the end-of-text of the first one, whose `folder` and `meta` are given. `vocab_size` is the model's: the larger of
+    the data's own size and the flag. pack(stream) finds the windows of pairs, see pairs.pack."""
 
     folder: Path
     meta: dict  # empty without a meta.json
@@ -148,11 +146,9 @@ class DataSet:
 
 
 def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, verify: bool = False) -> DataSet:
-    """Opens the data set `name`: a folder under `root`, a path, or several of them as `a:0.7,b:0.3` with weights.
-
-    With `vocab_size` 0 the size is meta.json's. Another number is for data without one, or for an embedding that is
-    padded beyond the data's vocabulary. With `verify`, `split` checks every checksum.
-    """
+    """Opens the data set `name`: a folder under `root`, a path, or several of them as `a:0.7,b:0.3` with weights. With
+    `vocab_size` 0 the size is meta.json's. Another number is for data without one, or for an embedding that is padded
+    beyond the data's vocabulary. With `verify`, `split` checks every checksum."""
     folder = next(filter(Path.is_dir, (Path(root) / name, Path(os.path.expanduser(name)))), None)
     if not folder and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)

@@ -89,11 +89,9 @@ def decoded(where: str, content: bytes, offset: int = 0) -> str:
 
 
 class Shard:
-    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type.
-
-    Tokens are read by pread. For a window of 2 KB a memory map would read up to megabytes ahead and keep them in the
-    process's resident memory; and it would kill the process if the file was truncated after it was opened.
-    """
+    """The tokens of one file by position: shard[a:b] is (b - a,), in the file's own integer type. Tokens are read by
+    pread. For a window of 2 KB a memory map would read up to megabytes ahead and keep them in the process's resident
+    memory; and it would kill the process if the file was truncated after it was opened."""
 
     def __init__(self, path: Path, dtype: np.dtype, offset: int, length: int):
         self.path = path

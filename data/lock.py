@@ -23,11 +23,8 @@ without_locks: set[Path] = set()  # lock files of which a line has said so
 @contextmanager
 def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
     """Hold the lock of a folder, which is made if it does not exist. At the end the file .lock is removed, and also the
-    folders that were made, if they are empty.
-
-    ValueError names the process that still holds the lock after so many `seconds`, and the folder's `flag`. A holder
-    may be just about to write its name, or to end.
-    """
+    folders that were made, if they are empty. ValueError names the process that still holds the lock after so many
+    `seconds`, and the folder's `flag`. A holder may be just about to write its name, or to end."""
     folder = Path(os.path.expanduser(folder))
     path = folder / ".lock"
     made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first

@@ -199,10 +199,8 @@ class ShardWriter:
     def report(self, what: str = "") -> None:
         """Prints `what` and the numbers of tokens, the folder, and the command that trains on them."""
         tokens = [self.splits[split]["tokens"] for split in SPLITS]
-        print(
-            f"{what}{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}; "
-            f"next: {next_command(self.folder, tokens, len(self.splits) > len(SPLITS))}"
-        )
+        found = f"{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}"
+        print(f"{what}{found}; next: {next_command(self.folder, tokens, len(self.splits) > len(SPLITS))}")
 
 
 def _json(content: dict) -> bytes:

@@ -51,10 +51,8 @@ def answer(
     file: BinaryIO,
 ) -> float:  # fmt: skip
     """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
-    JSON object in each line. Returns the share of answers that are the target.
-
-    A batch has sources of one length, so it needs no padding, and an answer depends on its own source alone.
-    """
+    JSON object in each line. Returns the share of answers that are the target. A batch has sources of one length, so it
+    needs no padding, and an answer depends on its own source alone."""
     pairs = read_pairs(stream, tokenizer.eot, n)
     of_length = defaultdict(list)
     for i, (source, _) in enumerate(pairs):

@@ -37,11 +37,9 @@ chosen_folder = os.environ.get(FOLDER)  # by the user; read now: torch sets the 
 
 
 def settle(cfg, ranks: Ranks) -> Ranks:
-    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run.
-
-    Every rank calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
-    compile=True keeps its value then, so that a resume on another machine is compiled again.
-    """
+    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run. Every rank
+    calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
+    compile=True keeps its value then, so that a resume on another machine is compiled again."""
     wanted = ranks.compile
     if cfg.eval_only and ranks.device.type == "cpu" and "compile" not in cfg.sources:
         wanted = False  # one evaluation takes less time than the compilation that a checkpoint's flag asks for
@@ -55,19 +53,13 @@ def works(ranks: Ranks) -> bool:
     try:
         together(use_private_folder)
         if ranks.first and ranks.device.type == "cpu":
-            print(
-                "compiling for this CPU before the first step: 15 to 60 seconds, or about 5 if the kernels are found "
-                f"in {chosen_folder}; --compile=False leaves it out",
-                flush=True,
-            )
+            time = f"15 to 60 seconds, or about 5 if the kernels are found in {chosen_folder}"
+            print(f"compiling for this CPU before the first step: {time}; --compile=False leaves it out", flush=True)
         together(partial(try_compiler, ranks.device))
     except (ValueError, OSError) as error:  # OSError: no folder can be made
         if ranks.first:
-            print(
-                "warning: torch.compile does not work here, so this run is not compiled and takes longer: "
-                f"{error}, or leave it out with --compile=False",
-                flush=True,
-            )
+            fact = "torch.compile does not work here, so this run is not compiled and takes longer"
+            print(f"warning: {fact}: {error}, or leave it out with --compile=False", flush=True)
         return False
     return True
 
@@ -76,10 +68,9 @@ def try_compiler(device: torch.device):
     """Compile a small kernel for the device and call it. ValueError if that fails, as without Python's headers."""
     for folder in (chosen_folder, tempfile.gettempdir(), torch.__path__[0]):
         if UNFIT.search(str(folder)):
-            raise ValueError(
-                f"{str(folder)!r} has a blank or a quote, which command lines of compilers do not take; name other "
-                f"folders in the variables {FOLDER} and TMPDIR, or move the environment with torch"
-            )
+            fact = f"{str(folder)!r} has a blank or a quote, which command lines of compilers do not take"
+            remedy = f"name other folders in the variables {FOLDER} and TMPDIR, or move the environment with torch"
+            raise ValueError(f"{fact}; {remedy}")
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
     x = torch.ones(64, device=device)
     try:
@@ -90,9 +81,8 @@ def try_compiler(device: torch.device):
         cause = next((line for line in lines if "error: " in line), last)  # the compiler's own words
         # The CPU's kernels are in C++, and CUDA's need a C compiler to be started.
         compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
-        raise ValueError(
-            f"{cause:.200}; install {compiler} and Python's headers, or name a compiler in the variable {variable}"
-        ) from error
+        remedy = f"install {compiler} and Python's headers, or name a compiler in the variable {variable}"
+        raise ValueError(f"{cause:.200}; {remedy}") from error
 
 
 def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = False):
@@ -132,10 +122,8 @@ def graph_breaks() -> list[str]:
 
 def use_private_folder():
     """Make torch.compile keep its kernels in `private_folder`, or without one in a folder of this process alone.
-
     torch's own folder below /tmp has a name that others can guess, and torch does not ask who has made it. If the user
-    has set the variable TORCHINDUCTOR_CACHE_DIR, its folder is used.
-    """
+    has set the variable TORCHINDUCTOR_CACHE_DIR, its folder is used."""
     global chosen_folder
     if chosen_folder:
         return
@@ -145,11 +133,9 @@ def use_private_folder():
         chosen_folder = tempfile.mkdtemp(prefix="superblock_kernels_")  # with mode 0700
         atexit.register(shutil.rmtree, chosen_folder, ignore_errors=True)
         if is_first_rank():
-            print(
-                f"warning: {error}, so the kernels of torch.compile are in {chosen_folder}, which this run removes at "
-                f"its end; to keep them, set the variable {FOLDER} to a folder",
-                flush=True,
-            )
+            fact = f"the kernels of torch.compile are in {chosen_folder}, which this run removes at its end"
+            remedy = f"to keep them, set the variable {FOLDER} to a folder"
+            print(f"warning: {error}, so {fact}; {remedy}", flush=True)
     os.environ[FOLDER] = chosen_folder
 
 

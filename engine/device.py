@@ -42,10 +42,8 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
-    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere.
-
-    A training run on a CPU resolves auto with `agreed_dtype`.
-    """
+    """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere. A
+    training run on a CPU resolves auto with `agreed_dtype`."""
     cuda = device.type == "cuda"
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if flag == "auto" and cuda:

@@ -33,10 +33,8 @@ def mean_loss(
     sharded: ShardedModel, batches: Iterable[dict[str, Tensor]], token_bytes: Tensor | None = None,
     stop: StopSignal | None = None,
 ) -> Loss | None:  # fmt: skip
-    """The loss of the batches of all ranks together. `token_bytes` (V,) are the bytes of each token's text.
-
-    Returns None if the ranks agree to stop meanwhile, because torchrun gives them only 30 s to save.
-    """
+    """The loss of the batches of all ranks together. `token_bytes` (V,) are the bytes of each token's text. Returns
+    None if the ranks agree to stop meanwhile, because torchrun gives them only 30 s to save."""
     device = sharded.ranks.device
     # MPS does not support float64.
     total = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)

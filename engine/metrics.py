@@ -256,9 +256,8 @@ class Metrics(Silent):
         self.since = now
         self.steps = step + 1
         self.tokens = tokens
-        self.console.advance(
-            self.steps, f"loss {loss:.4f}, {rate:,.0f} tok/s"
-        )  # first called after the first logged step, which may have compiled
+        # The rate is that since the first call, which follows the first logged step, as that may have compiled.
+        self.console.advance(self.steps, f"loss {loss:.4f}, {rate:,.0f} tok/s")
         self.console.line(line)
 
     def evaluation(

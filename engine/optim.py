@@ -44,10 +44,9 @@ def rescheduled(step: int, cfg, flags: dict) -> str:
     old = learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
     if cfg.lr_decay_iters or new == old:
         return ""
-    return (
-        f"warning: max_iters={cfg.max_iters} moves the end of the schedule, which was {end}: the learning rate of step "
-        f"{step} is now {new:.2e} instead of {old:.2e}; --lr_decay_iters={end} keeps the old schedule"
-    )
+    cause = f"max_iters={cfg.max_iters} moves the end of the schedule, which was {end}"
+    fact = f"the learning rate of step {step} is now {new:.2e} instead of {old:.2e}"
+    return f"warning: {cause}: {fact}; --lr_decay_iters={end} keeps the old schedule"
 
 
 def constant(step: int, end: int, cfg) -> float:
@@ -95,8 +94,7 @@ class Muon:
         self.owners = owners
         self.dtype = dtype
         self.fused = weights
-        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        self.param_groups = [{"params": [*weights], **options}]
+        self.param_groups = [{"params": [*weights], "lr": lr, "momentum": momentum, "weight_decay": weight_decay}]
         self.state = {p: self.new_state(p) for p in weights}
 
     @staticmethod
@@ -146,10 +144,8 @@ def logical_matrices(x: Tensor, fused: Fused | None) -> Iterator[tuple[Tensor, t
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns).
-
-    A Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow.
-    """
+    """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns). A
+    Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow."""
     x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)) + 1e-7)
     x = x.to(iteration_dtype(dtype))
     tall = x.size(-2) > x.size(-1)
@@ -193,8 +189,7 @@ class Elementwise:
                 continue
             weights = [local(p) for p in params]
             grads = [local(p.grad) for p in params]
-            kinds = self.state[params[0]]
-            state = {kind: [local(self.state[p][kind]) for p in params] for kind in kinds}
+            state = {kind: [local(self.state[p][kind]) for p in params] for kind in self.state[params[0]]}
             self.update(group, weights, grads, **state)
 
 
@@ -288,16 +283,13 @@ class Optimizer:
 
 
 def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:
-    """The optimizer that cfg.optimizer names, an entry of OPTIMIZER.
-
-    sharded says how ranks share the model. dtype is that of matrix products.
-    """
+    """The optimizer that cfg.optimizer names, an entry of OPTIMIZER. sharded says how ranks share the model. dtype is
+    that of matrix products."""
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}
     if hidden and cfg.learning_rate == 0:
-        raise ValueError(
-            "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it; set learning_rate above 0"
-        )
+        fact = "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it"
+        raise ValueError(f"{fact}; set learning_rate above 0")
     loads = load_biases(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied: once
     others = defaultdict(list)  # by their highest learning rate

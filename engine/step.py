@@ -123,11 +123,9 @@ def collect_garbage():
 
 
 class Profile:
-    """Traces some steps of a run: call next() before every step, and close() at the end.
-
-    Writes cfg.profile_steps steps of the first rank to trace.json in out_dir, on a GPU also its memory to
-    memory.pickle. A run that ends earlier writes the steps that it has made.
-    """
+    """Traces some steps of a run: call next() before every step, and close() at the end. Writes cfg.profile_steps steps
+    of the first rank to trace.json in out_dir, on a GPU also its memory to memory.pickle. A run that ends earlier
+    writes the steps that it has made."""
 
     def __init__(self, cfg, ranks, say):
         self.folder = Path(cfg.out_dir)

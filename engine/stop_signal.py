@@ -62,10 +62,8 @@ class StopSignal:
 
     def agreed(self) -> bool:
         """Whether all ranks stop here. Every rank calls it equally often, and gets the same answer in the same call.
-
         The ranks exchange in one call whether a signal has come, and read the result in the next call. So the exchange
-        overlaps with the computation, and the answer is True in the call after the one that follows the signal.
-        """
+        overlaps with the computation, and the answer is True in the call after the one that follows the signal."""
         if self.size == 1:
             return bool(self.name)
         stop = False
@@ -77,10 +75,8 @@ class StopSignal:
         return stop
 
     def drain(self) -> bool:
-        """Whether all ranks stop here because of any signal so far. Every rank calls it, after a long operation.
-
-        The first call of `agreed` reads what the ranks exchanged before the operation, the second what came during it.
-        """
+        """Whether all ranks stop here because of any signal so far. Every rank calls it, after a long operation. The
+        first call of `agreed` reads what the ranks exchanged before the operation, the second what came during it."""
         return self.agreed() or self.agreed()
 
     def finish(self):

@@ -19,10 +19,8 @@ LARGEST_PROMPT = 2**24  # bytes of a file with a prompt, or with a text to score
 
 
 def read_text(flag: str, value: str, most: int) -> str:
-    """The text of the file that `flag` names with `value`, a path or FILE:path.
-
-    ValueError unless it is a regular file of UTF-8 text with at most `most` bytes.
-    """
+    """The text of the file that `flag` names with `value`, a path or FILE:path. ValueError unless it is a regular file
+    of UTF-8 text with at most `most` bytes."""
     where = f"{flag}={printable(value[:200])}"
     try:
         content = read_file(Path(value.removeprefix("FILE:")).expanduser(), most)
@@ -70,11 +68,9 @@ def text_batches(
 
 @torch.inference_mode()
 def token_logprobs(model: Model, ids: Tensor) -> Iterator[float]:
-    """The log-probabilities, in nats, of ids[1], ids[2], ..., each given the ids before it; ids (N,).
-
-    Within block_size the context of a token is the whole text before it. Beyond, windows of block_size inputs overlap
-    by half, so the context has at least half of block_size tokens.
-    """
+    """The log-probabilities, in nats, of ids[1], ids[2], ..., each given the ids before it; ids (N,). Within block_size
+    the context of a token is the whole text before it. Beyond, windows of block_size inputs overlap by half, so the
+    context has at least half of block_size tokens."""
     limit = model.cfg.block_size
     N = len(ids) - 1
     chunk = rows_at_once(model.cfg.loss_chunk, model.cfg.vocab_size, ids.device)

@@ -10,7 +10,7 @@ The two learning rates of a variant are found by coordinate search with seed 1. 
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from configurator import Config, parse
 from data.errors import command, require, user_errors
@@ -76,20 +76,24 @@ class BaselinesConfig(Flags):
             raise ValueError(f"common={self.common}: {error}") from None
 
 
-Point = tuple[str, float, float]  # variant, muon_lr, learning_rate
+class Point(NamedTuple):
+    """A variant and its learning rates."""
+
+    variant: str
+    muon_lr: float
+    learning_rate: float
 
 
 def starting_points(options: BaselinesConfig) -> dict[str, Point]:
     """Where the search of each variant begins."""
-    return {variant: (variant, *start) for variant, (_, *start) in TABLES[options.table].items()}
+    return {variant: Point(variant, *rates) for variant, (_, *rates) in TABLES[options.table].items()}
 
 
 def neighbours(point: Point, name: str) -> list[Point]:
     """The point and those beside it on the grid of one learning rate."""
-    axis = 1 + list(GRID).index(name)
     grid = GRID[name]
-    at = grid.index(point[axis])
-    return [(*point[:axis], value, *point[axis + 1 :]) for value in grid[max(at - 1, 0) : at + 2]]
+    at = grid.index(getattr(point, name))
+    return [point._replace(**{name: rate}) for rate in grid[max(at - 1, 0) : at + 2]]
 
 
 def search(
@@ -101,13 +105,15 @@ def search(
     losses: dict[Point, float] = {}
     while True:
         near = [each for point in best.values() for each in neighbours(point, name)]
-        missing = [point for point in near if point not in losses] or [p for p in starts.values() if p not in losses]
+        missing = [point for point in near if point not in losses]
+        if not missing:
+            missing = [point for point in starts.values() if point not in losses]
         if not missing:
             return losses
         runs = run_compare(options, f"{name}-{len(losses)}", missing, steps, eval_iters=eval_iters).runs
         losses |= zip(missing, (run.first_loss for run in runs), strict=True)
         for variant in best:
-            best[variant] = min((point for point in losses if point[0] == variant), key=losses.get)
+            best[variant] = min((point for point in losses if point.variant == variant), key=losses.get)
 
 
 def arguments(options: BaselinesConfig, point: Point, steps: int) -> str:
@@ -115,7 +121,8 @@ def arguments(options: BaselinesConfig, point: Point, steps: int) -> str:
     variant, *rates = point
     flags = {"max_iters": steps, "warmup_iters": max(1, 20 * steps // 450), "cooldown_iters": steps // 3}
     flags |= zip(GRID, rates, strict=True)
-    return " ".join([TABLES[options.table][variant][0], options.common, *(f"--{k}={v}" for k, v in flags.items())])
+    own, _, _ = TABLES[options.table][variant]
+    return " ".join([own, options.common, *(f"--{name}={value}" for name, value in flags.items())])
 
 
 def run_compare(options: BaselinesConfig, name: str, points: list[Point], steps: int, **more) -> trainings.Comparison:

@@ -182,13 +182,19 @@ def term(pool: M.Heads | M.MLP, x: Tensor, inputs: M.Inputs, head: int) -> Tenso
     """A head's term of the reader's output as the module itself computes it from x (1, T, C): (T, C). A p is one
     head."""
 
+    if isinstance(pool, M.MLP):
+        layer = pool.down
+        channels = slice(None)
+    else:
+        layer = pool.out
+        channels = slice(head * pool.head_dim, (head + 1) * pool.head_dim)
+
     def silence(_, args: tuple[Tensor]) -> Tensor:
         """All other heads in the first row of the batch, and all heads in the second."""
         y = torch.zeros_like(args[0])  # (2, T, H D)
-        channels = slice(None) if isinstance(pool, M.MLP) else slice(head * pool.head_dim, (head + 1) * pool.head_dim)
         y[0, :, channels] = args[0][0, :, channels]
         return y
 
-    with (pool.down if isinstance(pool, M.MLP) else pool.out).register_forward_pre_hook(silence):
+    with layer.register_forward_pre_hook(silence):
         alone, nothing = pool.forward(x.expand(2, -1, -1), inputs)  # hooks have had their turn
     return alone - nothing

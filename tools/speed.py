@@ -34,7 +34,10 @@ CONFIGS = {  # name -> arguments of train.py, with the size of the vocabulary of
     "4L/192/T256/B8": "config/pycode_standard.py --compile=auto --vocab_size=257",
     "124M": "config/train_gpt2.py --vocab_size=50304 --device=cuda",
 }
-WARM, ROUND, LEAST, SECONDS = 3, 3, 2, 5.0  # steps before the timing, and of a round; rounds; seconds of all rounds
+WARM = 3  # steps before the timing
+ROUND = 3  # steps of a round
+LEAST = 2  # rounds
+SECONDS = 5.0  # of all rounds
 
 
 def random_data(folder: str | Path, tokens: int, vocab_size: int):
@@ -103,8 +106,7 @@ def training_row(name: str, dtype: str, peak: float) -> str:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     ms = ms_per_step(cfg)
-    with torch.device("meta"):
-        flops = cfg.batch_size * accounting.flops(Model(cfg), cfg.block_size)
+    flops = cfg.batch_size * accounting.flops(accounting.skeleton(cfg), cfg.block_size)
     tokens_per_s = 1000 * cfg.batch_size * cfg.block_size / ms
     row = f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}{1000 * flops / ms / peak:>14.1%}"
     if device.type == "cuda":

@@ -34,9 +34,7 @@ class Environment(NamedTuple):
 
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
-
-    ValueError if these variables are no place of a rank.
-    """
+    ValueError if these variables are no place of a rank."""
     size = os.environ.get("WORLD_SIZE", "1")
     found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     found |= {name: os.environ[name] for name in found if name in os.environ}
@@ -45,10 +43,8 @@ def environment() -> Environment:
         if place.rank < place.size and place.local_rank < place.local_size:
             return place
     said = ", ".join(f"{name}={text}" for name, text in found.items())
-    raise ValueError(
-        f"{said:.200} in the environment is not the place of a rank, which counts from 0; unset these variables, or "
-        "start with torchrun, which sets them"
-    )
+    fact = f"{said:.200} in the environment is not the place of a rank, which counts from 0"
+    raise ValueError(f"{fact}; unset these variables, or start with torchrun, which sets them")
 
 
 def connect(cfg, place: Environment, device: torch.device):
@@ -132,8 +128,7 @@ def lost_ranks_end_the_run(out_dir: str) -> Iterator[None]:
             raise
         place = environment()
         if place.local_rank == 0 or place.rank == 1:
-            say(
-                f"error: rank {place.rank} has lost another rank, which has ended or hangs ({reason[0]}); unless "
-                f"torchrun starts all again, go on with the same command, --out_dir={out_dir} and --init_from=resume"
-            )
+            fact = f"rank {place.rank} has lost another rank, which has ended or hangs ({reason[0]})"
+            remedy = f"go on with the same command, --out_dir={out_dir} and --init_from=resume"
+            say(f"error: {fact}; unless torchrun starts all again, {remedy}")
         raise SystemExit(1) from None

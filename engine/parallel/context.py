@@ -35,10 +35,8 @@ def check(cfg):
     T = cfg.block_size
     unit = math.lcm(2 * n, n * cfg.tp)
     if T % unit:
-        raise ValueError(
-            f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}; set "
-            f"--block_size={-(-T // unit) * unit}"
-        )
+        fact = f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}"
+        raise ValueError(f"{fact}; set --block_size={-(-T // unit) * unit}")
 
 
 def piece_indices(group: ProcessGroup) -> tuple[int, int, int]:

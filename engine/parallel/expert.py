@@ -31,9 +31,8 @@ def check(cfg, ranks: int):
     if ranks % n:
         raise ValueError(f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
     if cfg.activation_checkpoint == "selective" and cfg.compile is not False:
-        raise ValueError(
-            f"activation_checkpoint=selective does not go with ep={n} and torch.compile; use full, or set compile=False"
-        )
+        fact = f"activation_checkpoint=selective does not go with ep={n} and torch.compile"
+        raise ValueError(f"{fact}; use full, or set compile=False")
     if cfg.fsdp_offload:
         raise ValueError(f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
 
@@ -56,11 +55,8 @@ class AllToAll(torch.autograd.Function):
 
 def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool = False) -> set[str]:
     """Keep this rank's experts, and insert the exchange of tokens; returns the names of the parameters that are cut,
-    along their first dimension.
-
-    Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks, or on one that
-    tensor parallelism has cut.
-    """
+    along their first dimension. Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights
+    on all ranks, or on one that tensor parallelism has cut."""
     cut = set()
     for path, module in model.named_modules():
         if isinstance(module, Experts):

@@ -104,11 +104,8 @@ def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int]:
 
 class Owners:
     """Gives each matrix an owner among the ranks of the group, which share it, and sends its updates there and back in
-    `dtype`.
-
-    Each matrix, the largest first, goes to the rank that has the least work so far. If ranks hold copies of a part,
-    the rank that belongs to the same copy of the matrix as the owner sends it.
-    """
+    `dtype`. Each matrix, the largest first, goes to the rank that has the least work so far. If ranks hold copies of a
+    part, the rank that belongs to the same copy of the matrix as the owner sends it."""
 
     def __init__(self, matrices: dict[Hashable, Matrix], group: ProcessGroup, dtype: torch.dtype):
         self.matrices = matrices

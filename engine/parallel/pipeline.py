@@ -37,17 +37,13 @@ def check(cfg, n_micro: int):
     if cfg.value_residual:
         raise ValueError(f"pp={n} hands on only the stream, and value_residual=True hands on values; set pp=1")
     if cfg.n_layer < n * cfg.pp_chunks:
-        raise ValueError(
-            f"pp={n} times pp_chunks={cfg.pp_chunks} stages need a block each, and n_layer={cfg.n_layer}; set pp or "
-            "pp_chunks lower"
-        )
+        fact = f"pp={n} times pp_chunks={cfg.pp_chunks} stages need a block each, and n_layer={cfg.n_layer}"
+        raise ValueError(f"{fact}; set pp or pp_chunks lower")
     if n_micro < n or cfg.pp_chunks > 1 and n_micro % n:
         accumulation = cfg.gradient_accumulation_steps
-        raise ValueError(
-            f"pp={n} needs at least {n} micro-batches per step, and with pp_chunks a multiple; "
-            f"gradient_accumulation_steps={accumulation} leaves {n_micro} to each pipeline; set it to "
-            f"{accumulation * n // math.gcd(n_micro, n)}"
-        )
+        need = f"pp={n} needs at least {n} micro-batches per step, and with pp_chunks a multiple"
+        fact = f"gradient_accumulation_steps={accumulation} leaves {n_micro} to each pipeline"
+        raise ValueError(f"{need}; {fact}; set it to {accumulation * n // math.gcd(n_micro, n)}")
 
 
 def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[str]:
@@ -81,11 +77,9 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
 
 
 class Chunk(nn.Module):
-    """The part of a rank's model that is one of its stages, computed under autocast.
-
-    x is idx in the first stage of the pipeline and the stream (B, T, C) in others, and `batch` holds the arguments of
-    Model.forward. The result is the loss in the last stage and the stream in others.
-    """
+    """The part of a rank's model that is one of its stages, computed under autocast. x is idx in the first stage of the
+    pipeline and the stream (B, T, C) in others, and `batch` holds the arguments of Model.forward. The result is the
+    loss in the last stage and the stream in others."""
 
     def __init__(self, model: Model, blocks: range, autocast: Callable):
         super().__init__()
@@ -175,10 +169,8 @@ class Pipeline:
 
     def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
         """The mean loss, detached, of n_micro batches (arguments of Model.forward by name); 0 before the last stage.
-
         Its gradient is left in p.grad, which must be None before, because the gradients of both ends of a tied weight
-        are added once.
-        """
+        are added once."""
         batch = {name: [each[name] for each in batches] for name in batches[0]}
         if "doc_starts" in batch:  # whose widths differ
             n = max(x.size(1) for x in batch["doc_starts"])

@@ -75,29 +75,25 @@ def check_scaler(cfg, size: int, dtype: torch.dtype):
     """ValueError if this dtype needs a gradient scaler, with which the layout does not work."""
     cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
     if dtype == torch.float16 and size > 1 and cut:
-        raise ValueError(
-            "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp; use bfloat16"
-        )
+        fact = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp"
+        raise ValueError(f"{fact}; use bfloat16")
 
 
 def check_layout(cfg, size: int):
     """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
     unit = cfg.tp * cfg.cp * cfg.pp
     if size % unit:
-        raise ValueError(
-            f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}; start "
-            f"as many, plan for --world_size={-(-size // unit) * unit}, or set them to 1"
-        )
+        fact = f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}"
+        remedy = f"start as many, plan for --world_size={-(-size // unit) * unit}, or set them to 1"
+        raise ValueError(f"{fact}; {remedy}")
     data = data_ranks(cfg, size)
     ranks = f"the {data} data-parallel ranks"
     if data % replicas(cfg):
         raise ValueError(f"dp_replicate={cfg.dp_replicate} does not divide {ranks}; set a divisor")
     micro_batches = cfg.gradient_accumulation_steps
     if micro_batches % data:
-        raise ValueError(
-            f"gradient_accumulation_steps={micro_batches}, micro-batches of all ranks, is not divisible by {ranks}; "
-            f"set it to {-(-micro_batches // data) * data}"
-        )
+        fact = f"gradient_accumulation_steps={micro_batches}, micro-batches of all ranks, is not divisible by {ranks}"
+        raise ValueError(f"{fact}; set it to {-(-micro_batches // data) * data}")
     if cfg.ramp and cfg.pp > 1:
         raise ValueError(f"batch_ramp={cfg.batch_ramp} does not go with pp={cfg.pp}, whose schedule is fixed; set pp=1")
     if any(n % data for n, _ in cfg.ramp):
@@ -127,10 +123,8 @@ def replicas(cfg) -> int:
 
 
 def join(cfg) -> Ranks:
-    """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process.
-
-    The flags must have passed `check_flags`. The value `auto` takes the best choice that the machine offers.
-    """
+    """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process. The flags
+    must have passed `check_flags`. The value `auto` takes the best choice that the machine offers."""
     place = environment()
     device = resolve_device(cfg.device, place.local_rank)
     compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile  # see also compilation.settle

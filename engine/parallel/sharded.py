@@ -339,10 +339,9 @@ class ShardedModel:
         if not unequal:
             return ""
         named = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in unequal.items())
-        return (
-            f"copies of parameters differ: {named}; go on from the last checkpoint with --init_from=resume, and if "
-            "they differ again, replace the machines of these ranks"
-        )
+        remedy = "go on from the last checkpoint with --init_from=resume"
+        again = "if they differ again, replace the machines of these ranks"
+        return f"copies of parameters differ: {named}; {remedy}, and {again}"
 
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""

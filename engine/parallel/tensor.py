@@ -44,10 +44,9 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
         return 0
     role = getattr(module, "role", None)
     if role not in SHARDED_DIM:
-        raise ValueError(
-            f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}; "
-            f"declare one of {', '.join(SHARDED_DIM)}, name it in per_head, or write a learned scalar as Gain(0.5)"
-        )
+        fact = f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}"
+        remedy = f"declare one of {', '.join(SHARDED_DIM)}, name it in per_head, or write a learned scalar as Gain(0.5)"
+        raise ValueError(f"{fact}; {remedy}")
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
         return None
@@ -61,10 +60,8 @@ def check(cfg):
         options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
         text, source = objective_class(cfg)(*options).lengths
         if text % n or source % n:
-            raise ValueError(
-                f"tp={n} does not divide the {text} tokens of the text or the {source} of its source; change "
-                "block_size, corrupt_ratio or span_length"
-            )
+            fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
+            raise ValueError(f"{fact}; change block_size, corrupt_ratio or span_length")
     T = cfg.block_size
     if T % n:
         raise ValueError(f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
@@ -124,11 +121,9 @@ class Exchange(torch.autograd.Function):
 
 
 def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
-    """Keep this rank's slices of the model's parameters, and insert the collectives.
-
-    Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights on all ranks. ValueError
-    names a parameter whose module declares no role.
-    """
+    """Keep this rank's slices of the model's parameters, and insert the collectives. Call it before FSDP, DDP and
+    torch.compile, on a whole model that has the same weights on all ranks. ValueError names a parameter whose module
+    declares no role."""
     cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n = dist.get_world_size(group)
     rank = dist.get_rank(group)

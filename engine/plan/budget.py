@@ -26,10 +26,10 @@ def size(cfg, lengths: tuple[int, int], n_layer: int) -> tuple[ModelConfig, int,
     whole = lcm(*(reader.share.denominator for reader, _ in cfg.readers))  # readers take parts of them
     scaled = whole * max(1, round(heads * n_layer / (cfg.n_layer * whole)))
     shape = copy(cfg)
-    sizes = {"n_layer": n_layer, "n_kv_head": scaled if grouped else 0}
-    for name in ("n_head", "n_embd"):
-        sizes[name] = getattr(cfg, name) * scaled // heads
-    vars(shape).update(sizes)
+    shape.n_layer = n_layer
+    shape.n_head = cfg.n_head * scaled // heads
+    shape.n_kv_head = scaled if grouped else 0
+    shape.n_embd = cfg.n_embd * scaled // heads
     model = skeleton(shape)
     return shape, n_read(model), flops(model, *lengths) / cfg.block_size
 

@@ -41,7 +41,7 @@ CUTS = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel
 class Trace(TorchDispatchMode):
     """Counts, `ratio` times each, bytes of a block's new tensors: live, their peak, kept after the forward, and sent by
     group of ranks. A tensor is new if no argument of the operation that returns it has its storage. Casts of weights,
-    which autocast makes once per forward, do not count. A ring of n ranks sends (n-1)/n of a tensor."""
+    which autocast makes once per forward, do not count."""
 
     def __init__(self, block: Block, ratio: float):
         super().__init__()
@@ -61,7 +61,7 @@ class Trace(TorchDispatchMode):
                 n *= 2
             boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
             group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_group(args[-1])
-            self.sent[group.group_desc] += n * (group.size() - 1) / group.size()
+            self.sent[group.group_desc] += n
         given = storages((args, kwargs))
         if not (func is torch.ops.aten._to_copy.default and given <= self.weights):
             for storage in storages(out) - given:
@@ -161,7 +161,7 @@ class Rank:
             shards, _ = self.groups[group]
             held = -(-rows // shards) * n // rows
             sent = shards * held
-        block = name.partition(".sums.")[0] if "blocks." in name else ""
+        block = name.rpartition(".sums.")[0]
         self.gathered[block] += n
         self.held[optimizer] += held
         self.send(group, sent * self.exchanged(block))
@@ -194,7 +194,8 @@ class Rank:
             self.run_blocks()
         traces = self.traces[: -cfg.n_layer] + self.traces[-self.n_layer :]  # those of the encoder are first
         for trace in traces:
-            self.traffic.update({kind: n * self.micro_steps for kind, n in trace.sent.items()})
+            for kind, n in trace.sent.items():
+                self.send(kind, n * self.micro_steps)
         # there and back: the embeddings, what the decoder reads of the encoder, and the loss
         self.send("tp", 4 * self.micro_steps * cfg.tp * sum(self.streams))
         self.send("muon", self.size * (self.held[Muon] + self.owned))
