@@ -239,12 +239,9 @@ class Setting(NamedTuple):
 
 
 def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
-    """The flags of a command: an instance of the flag dataclass `cls`, filled from the config files and `--name=value`
-    in argv, by default sys.argv[1:].
-
-    `doc` is the text above the flags of --help, usually the docstring of the script. The result's `sources` say where
-    each flag was set. Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line.
-    """
+    """An instance of the flag dataclass `cls`, filled from the config files and `--name=value` in argv, by default
+    sys.argv[1:]; its `sources` say where each flag was set. `doc` is the text above the flags of --help. Raises
+    ValueError or OSError with the flag, its value, its place and the remedy, in one line."""
     return resolve(cls, read_flags(cls, argv, doc))
 
 
@@ -289,12 +286,9 @@ def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
 
 
 def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | None = None, origin: str = "") -> T:
-    """The second half of parse: the flags `given`, together with defaults, as an instance of `cls`.
-
-    `stored` are defaults instead of those of `cls`, such as the flags of a checkpoint, and `origin` is their place. A
-    flag that the others do not use has the default of `cls`: a stored one always, one of a file if the command line
-    is the reason. Any other is refused.
-    """
+    """The second half of parse: the flags `given`, then those `stored` at the place `origin`, such as a checkpoint's,
+    then the defaults of `cls`. A flag that the others do not use has its default: a stored one always, one of a file
+    if the command line is the reason. Any other is refused."""
     defaults = typed(cls, [Setting(name, value, origin) for name, value in (stored or {}).items()])
     values = {name: each.value for name, each in (defaults | given).items()}
     sources = {name: each.place for name, each in given.items()}

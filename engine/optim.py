@@ -189,7 +189,8 @@ class Elementwise:
                 continue
             weights = [local(p) for p in params]
             grads = [local(p.grad) for p in params]
-            state = {kind: [local(self.state[p][kind]) for p in params] for kind in self.state[params[0]]}
+            kinds = self.state[params[0]]
+            state = {kind: [local(self.state[p][kind]) for p in params] for kind in kinds}
             self.update(group, weights, grads, **state)
 
 

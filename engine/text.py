@@ -108,5 +108,7 @@ class Sample:
         """The number of characters that certainly belong to the sample: the rest may be the beginning of `stop`."""
         if self.ended:
             return len(self.text)
-        overlaps = (n for n in range(len(self.stop) - 1, 0, -1) if self.text.endswith(self.stop[:n]))
-        return len(self.text) - next(overlaps, 0)
+        for n in range(len(self.stop) - 1, 0, -1):
+            if self.text.endswith(self.stop[:n]):
+                return len(self.text) - n
+        return len(self.text)

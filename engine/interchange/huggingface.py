@@ -203,10 +203,9 @@ def locate(where: str) -> Path:
 
 def read_json(file: Path) -> dict:
     try:
-        found = dict(files.read_json(file))
+        return dict(files.read_json(file))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} holds no JSON object ({error}); {AGAIN}") from None
-    return found
 
 
 def open_files(folder: Path) -> dict[str, Stored]:
@@ -253,12 +252,9 @@ def write_hf(
     folder: Path, cfg: ModelConfig, weight: Callable, dtype: torch.dtype, tokenizer: Tokenizer | None,
     remote_code: bool = False,
 ):  # fmt: skip
-    """Write config.json, generation_config.json and the weights of a model with these flags into the folder.
-
-    weight(name) is our parameter, or None for a bias that only the family has, which is then 0. ValueError if no family
-    has the flags and keeps the tokenizer's ids. With remote_code, our model.py is the architecture. The memory holds
-    one file of weights at a time.
-    """
+    """Write config.json, generation_config.json and the weights of a model with these flags into the folder; the memory
+    holds one file of weights at a time. weight(name) is our parameter, or None for a bias that only the family has,
+    which is then 0. ValueError if no family has the flags and keeps the tokenizer's ids."""
     family, kind = OWN, "superblock"
     if not remote_code:
         family, kind, cfg = choose(cfg, tokenizer)

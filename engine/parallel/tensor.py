@@ -93,13 +93,9 @@ def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's piece, along dim, of the sum of x over the ranks."""
+    """This rank's piece, along dim, of the sum of x over the ranks. Selective recomputation keeps this new tensor."""
     n = dist.get_world_size(group)
-    return reduce_scatter(torch.cat(x.chunk(n, dim)), n, group)  # it cuts along the first dimension
-
-
-def reduce_scatter(x: Tensor, n: int, group: ProcessGroup) -> Tensor:
-    """This rank's rows of the sum of x, as a new tensor, which selective recomputation can keep."""
+    x = torch.cat(x.chunk(n, dim))  # of which the collective cuts the first dimension
     out = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", n, group.group_name)
     return torch.ops._c10d_functional.wait_tensor(out)
 
