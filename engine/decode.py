@@ -95,7 +95,6 @@ class TextReader:
         self.length = length
         self.memory = memory
         self.heads = [m for m in model.modules() if isinstance(m, Heads) and m.causal]
-        self.rotates = any(isinstance(m.position, Rope) for m in self.heads)
         self.clear()
 
     def clear(self):
@@ -127,7 +126,7 @@ class TextReader:
         kept = self.model.cfg.block_size - 1
         for m in self.heads:
             m.cache.keep(kept, m.head_dim)
-        if self.rotates:
+        if any(isinstance(m.position, Rope) for m in self.heads):
             self.start += self.end - kept
         self.end = kept
 

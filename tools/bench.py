@@ -52,8 +52,9 @@ def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
     if not shared and cfg.sources.keys() <= {"config"}:
         return cfg, []
     require(not cfg.config, f"config={cfg.config} is of the table, and the other arguments compare runs; leave one out")
+    texts = [arg.removeprefix("--run=") for arg in own if arg.startswith("--run=")]
     runs = []
-    for text in [arg.removeprefix("--run=") for arg in own if arg.startswith("--run=")] or [""]:
+    for text in texts or [""]:
         run = words_of("run", text) + shared
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
         for arg in run:

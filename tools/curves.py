@@ -99,8 +99,8 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
         place[1:] = np.cumsum(tokens / place[1:])
     done = np.array([0, *(row["step"] + 1 for row in logged)], float)
     # An evaluation after the last logged step lies on the way to a point far ahead, at the speed of the last interval.
-    done, place = (np.append(each, each[-1] + 10**6 * (each[-1] - each[-2])) for each in (done, place))
-    return np.interp(steps + ["tokens" in row for row in rows], done, place)
+    ahead = [np.append(each, each[-1] + 10**6 * (each[-1] - each[-2])) for each in (done, place)]
+    return np.interp(steps + ["tokens" in row for row in rows], *ahead)
 
 
 def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:

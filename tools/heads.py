@@ -32,13 +32,16 @@ import model as M
 from data.errors import require
 from ops import Mask, capped
 
+Pool = M.Heads | M.MLP
+Units = tuple[Tensor, Tensor, Tensor]  # incoming, outgoing and hidden of each unit
 
-def reader_of(model: M.Model, layer: int, reader: str) -> M.Heads | M.MLP:
+
+def reader_of(model: M.Model, layer: int, reader: str) -> Pool:
     """The reader of this name in a layer; empty = the first one of the context. ValueError if there is none."""
     limit = model.cfg.n_layer
     require(0 <= layer < limit, f"layer={layer} must be in 0 .. {limit - 1}")
     found = {name: getattr(each, name) for each in model.blocks[layer].sums for name in each.names}
-    pools = {name: pool for name, pool in found.items() if isinstance(pool, M.Heads | M.MLP)}  # not experts
+    pools = {name: pool for name, pool in found.items() if isinstance(pool, Pool)}  # not experts
     if not reader:
         reader = next((name for name, pool in pools.items() if pool.reader.source == "context"), "")
         require(reader, f"layer {layer} has no attention to the context; name another reader: {', '.join(found)}")
@@ -46,7 +49,7 @@ def reader_of(model: M.Model, layer: int, reader: str) -> M.Heads | M.MLP:
     return pools[reader]
 
 
-def visible(pool: M.Heads | M.MLP, position: int, n: int) -> tuple[int, int]:
+def visible(pool: Pool, position: int, n: int) -> tuple[int, int]:
     """The range [first, end) of the n tokens or slots of a pool that the query sees."""
     if pool.reader.source != "context":
         return 0, n
@@ -57,7 +60,7 @@ def visible(pool: M.Heads | M.MLP, position: int, n: int) -> tuple[int, int]:
 @torch.no_grad()
 def contextual_mlp(
     model: M.Model, idx: Tensor, layer: int, head: int, position: int, source: Tensor | None = None, reader: str = ""
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Units:
     """A reader at one query as an MLP: incoming (S, C), outgoing (S, C), hidden (S,) of its S units.
 
     idx (T,) is the text, source (S,) the input of a seq2seq model's encoder, and x_t (C,) the normalised stream that
@@ -95,7 +98,7 @@ def linear_part(f: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
     return y[..., :-1, :] - y[..., -1:, :]
 
 
-def hidden_units(pool: M.MLP, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def hidden_units(pool: M.MLP, x: Tensor) -> Units:
     """contextual_mlp of the hidden units of a p, for x (C,)."""
     hidden = M.activations(pool.phi, pool.pieces, pool.up(x[None, None]))[0, 0]
     incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
@@ -108,7 +111,7 @@ def hidden_units(pool: M.MLP, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return incoming.T, torch.func.jacrev(down)(hidden).T, hidden  # linear_part would make an F x F matrix
 
 
-def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: int) -> Units:
     """contextual_mlp of a head that reads tokens or slots, for x (1, T, C)."""
     context = pool.reader.source == "context"
     q, k, v = pool.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T or S, D)
@@ -152,7 +155,7 @@ def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
 
 def units_of_keys(
     pool: M.Heads, head: int, keys: Tensor, values: Tensor, queries: Tensor, n: int = 0, own: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Units:
     """The units of keys and values (S, E) with one normaliser: incoming (S, C), values / Z (S, D), hidden (S,).
 
     queries     (C + 1, E), see query_rows
@@ -178,7 +181,7 @@ def units_of_keys(
     return scores[: len(values), :-1], values[:, :D] / Z, hidden  # of a gated map, the scores of the gate
 
 
-def term(pool: M.Heads | M.MLP, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
+def term(pool: Pool, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
     """A head's term of the reader's output as the module itself computes it from x (1, T, C): (T, C). A p is one
     head."""
 
