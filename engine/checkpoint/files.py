@@ -82,8 +82,7 @@ def find(where: str | Path, which: str = "latest") -> Path:
         raise FileNotFoundError(f"no checkpoint in {where}; train with this --out_dir first, without --init_from")
     if which != "latest":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give its directory: {steps[-1]}")
-    if is_first_rank():
-        say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
+    say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
     return steps[-1]
 
 

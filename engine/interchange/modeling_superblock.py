@@ -56,9 +56,8 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.model = Model(ModelConfig(**config.flags), self.seed)
         self.model.cfg.doc_positions = True  # the documents are padding and a text
-        modules = [*self.model.modules()]
-        self.cached = [m for m in modules if isinstance(m, Heads) and m.causal]
-        self.cached += [m for m in modules if isinstance(m, Neighbours)]
+        self.cached = [m for m in self.model.modules() if isinstance(m, Heads) and m.causal]
+        self.cached += [m for m in self.model.modules() if isinstance(m, Neighbours)]
         config.num_hidden_layers = len(self.cached)  # of transformers' caches; a layer may have several
         self.names = {m: name for name, m in self.model.named_modules()}
         self.post_init()

@@ -5,6 +5,7 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import socket
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
         flags = [*flags, f"--out={tmp_path}/out"]
     refused(call(name, *flags), *words)
     assert sorted(os.listdir()) == before
+
+
+def test_ctrl_c_is_answered(capsys):
+    """Though `import data` lets it end the imports without a word."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(SystemExit) as end:
+        command.run(lambda: os.kill(os.getpid(), signal.SIGINT))
+    signal.signal(signal.SIGINT, handler)
+    assert end.value.code == 130 and capsys.readouterr().err.startswith("interrupted; the data are unchanged")
 
 
 def test_a_stdout_that_fails_loses_nothing(tmp_path):
