@@ -82,11 +82,7 @@ def set_caches(model: Model, length: int):
 
 
 class TextReader:
-    """Reads a text piece by piece with caches of `length` tokens, and computes the logits of its next token.
-
-    end      tokens in the caches
-    start    position of the first one; if the oldest are dropped, rotated keys stay at their positions (RoPE)
-    """
+    """Reads a text piece by piece with caches of `length` tokens, and computes the logits of its next token."""
 
     def __init__(self, model: Model, length: int, memory: Tensor | None):
         self.model = model
@@ -100,8 +96,8 @@ class TextReader:
     def clear(self):
         """Forget the text."""
         set_caches(self.model, self.length)
-        self.start = 0
-        self.end = 0
+        self.start = 0  # the position of the first token in the caches; keys that RoPE has rotated keep theirs
+        self.end = 0  # the number of tokens in the caches
 
     def read(self, idx: Tensor) -> Tensor:
         """Appends the tokens idx (B, T) to the text; returns the logits of the token after it, (B, V)."""

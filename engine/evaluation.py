@@ -53,10 +53,8 @@ def mean_loss(
 
 
 class Evaluation:
-    """Evaluates a run on both splits of its data. Every rank makes one and calls the same methods.
-
-    writes_texts    whether `text` can be called: a rank must have all weights, and whole sequences
-    """
+    """Evaluates a run on both splits of its data. Every rank makes one and calls the same methods. `writes_texts` says
+    whether `text` can be called: a rank must have all weights, and whole sequences."""
 
     def __init__(
         self, cfg, data: DataSet, streams: dict[str, TokenStream], objective: Objective, sharded: ShardedModel

@@ -74,8 +74,6 @@ class Watch:
 
     With cfg.spike_factor, a step is left out if the norm of its gradient is above so many times the median of the last
     100 norms, of which there must be 20. The norms of such steps are not among them.
-
-    norms    the last ones, which a checkpoint keeps
     """
 
     LAST = 100
@@ -83,7 +81,7 @@ class Watch:
 
     def __init__(self, cfg, device: torch.device, norms: list[float]):
         self.cfg = cfg
-        self.norms = norms
+        self.norms = norms  # the last ones, which a checkpoint keeps
         self.bad_step = torch.full((), NEVER, device=device)  # on the device, so that the host need not wait for it
 
     def look(self, step: int, finite: Tensor, grad_norm: Tensor) -> str:

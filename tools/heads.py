@@ -156,12 +156,8 @@ def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
 def units_of_keys(
     pool: M.Heads, head: int, keys: Tensor, values: Tensor, queries: Tensor, n: int = 0, own: int | None = None
 ) -> Units:
-    """The units of keys and values (S, E) with one normaliser: incoming (S, C), values / Z (S, D), hidden (S,).
-
-    queries     (C + 1, E), see query_rows
-    n           number of tokens that the query sees
-    own         index of the query's own token, if it is there
-    """
+    """The units of keys and values (S, E) with one normaliser: incoming (S, C), values / Z (S, D), hidden (S,), for
+    queries (C + 1, E), see query_rows. The query sees n tokens, and `own` is the index of its own, if that is there."""
     D = pool.head_dim
     scores = keys[:, :D] @ queries[:, :D].T / math.sqrt(D)  # (S, C + 1)
     bias = keys[:, D:] @ queries[-1, D:] / math.sqrt(D)  # of ALiBi's columns

@@ -21,11 +21,6 @@ from engine.stop_signal import StopSignal
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time. Every rank calls the same methods in the same order.
 
-    last_queued_step    step of the last checkpoint that was given to `save`; it may still be unwritten
-    last_written_step   step of the last checkpoint that is known to be on the disk
-    best_loss           lowest validation loss so far
-    diverged_step       last step whose evaluation was not finite
-
     With async_checkpoint, `save` returns when this rank's tensors are copied to host memory, and a thread writes the
     copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait for it.
     Its collectives have a process group of their own.
@@ -33,10 +28,10 @@ class Checkpoints:
 
     def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):
         self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
-        self.last_queued_step = step
-        self.last_written_step = step
-        self.best_loss = best_loss
-        self.diverged_step: int | None = None
+        self.last_queued_step = step  # of the last checkpoint that was given to `save`; it may still be unwritten
+        self.last_written_step = step  # of the last checkpoint that is known to be on the disk
+        self.best_loss = best_loss  # the lowest validation loss so far
+        self.diverged_step: int | None = None  # the last one whose evaluation was not finite
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.copies: dict[str, Tensor] = {}
         self.writing: Future | None = None

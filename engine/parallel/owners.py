@@ -20,13 +20,10 @@ Cuts = tuple[tuple[int, int | None], ...]  # see Matrix
 
 
 class Matrix(NamedTuple):
-    """A weight of the full model, or several of one shape, as those of experts.
-
-    cuts    how a grid of ranks shares it: (number of ranks, the dimension that they cut, or None if they have copies)
-    """
+    """A weight of the full model, or several of one shape, as those of experts, and how a grid of ranks shares it."""
 
     shape: tuple[int, ...]
-    cuts: Cuts
+    cuts: Cuts  # (number of ranks, the dimension that they cut, or None if they have copies)
 
     @property
     def work(self) -> int:

@@ -20,10 +20,8 @@ KEPT = {  # other operations whose results selective recomputation keeps, becaus
 
 
 def recompute(block: nn.Module, kind: str):
-    """Make the block's backward recompute the forward's results instead of keeping them.
-
-    kind    selective: all results except those of KEPT and of every second matrix product; full: all results
-    """
+    """Make the block's backward recompute the forward's results instead of keeping them. If `kind` is full, all; if it
+    is selective, all except those of KEPT and of every second matrix product."""
     forward = block.forward
     options = {"context_fn": selective_contexts} if kind == "selective" else {}
 

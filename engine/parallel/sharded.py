@@ -63,25 +63,17 @@ def all_reduce_gradients(params: Iterable[nn.Parameter], mesh: DeviceMesh, mean:
 
 
 class ShardedModel:
-    """This rank's shard of the model. Parameters keep their names, and have no values yet.
-
-    model          the modules and parameters that this rank has
-    forward_model  what computes a micro-batch's loss: the model, or DDP around it
-    has_loss       False in all stages of a pipeline but the last
-    divides        whether ranks have different parameters
-    shapes         name -> shape of the parameter in the whole model
-    shares         name -> how the ranks share the parameter, see owners.cuts
-    """
+    """This rank's shard of the model. Parameters keep their names, and have no values yet."""
 
     def __init__(self, cfg, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
         self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
-        self.divides = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1
+        self.divides = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1  # whether ranks have different parameters
         self.even = objective_class(cfg).even
         with torch.device("meta"):
-            self.model = Model(cfg)
-        self.shapes = shapes_of(self.model)
+            self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
+        self.shapes = shapes_of(self.model)  # of the parameters in the whole model
         self.drawn_shapes = self.shapes  # on which the numbers that are drawn depend; without padding for tp
         if cfg.vocab_rows != cfg.vocab_size:
             unpadded = copy(cfg)
@@ -90,7 +82,7 @@ class ShardedModel:
                 self.drawn_shapes = shapes_of(Model(unpadded))
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
-        self.has_loss = True
+        self.has_loss = True  # False in all stages of a pipeline but the last
         self.cut_by_ep: Collection[str] = ()  # names of parameters
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
         self.cut(cfg)
@@ -141,7 +133,7 @@ class ShardedModel:
         offloaded = self.fsdp and cfg.fsdp_offload
         model.to_empty(device="cpu" if offloaded else ranks.device)
         model.tie()
-        self.forward_model = model
+        self.forward_model = model  # what computes a micro-batch's loss, perhaps with DDP around it
         if cfg.pp > 1:
             from engine.parallel.pipeline import Pipeline
 
@@ -163,7 +155,7 @@ class ShardedModel:
         if self.fsdp and not cfg.fsdp_offload:
             self.whole = kept_whole(self.model)
         whole = {*self.whole}
-        self.shares = {}
+        self.shares = {}  # how the ranks share each parameter, see owners.cuts
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
         self.tp_replicated = []
         for name, p in named.items():

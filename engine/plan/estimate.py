@@ -80,13 +80,8 @@ def storages(tree) -> set[torch.UntypedStorage]:
 
 
 class Rank:
-    """The rank that has most to do in a run on `size` devices of this kind. It needs no other rank.
-
-    groups      kind of group -> (number of ranks, distance between consecutive ranks)
-    traffic     kind of group -> bytes that the rank sends in a step to ranks of this group
-    memory      bytes by kind; total has those on the device at the worst moment, host those on the host
-
-    measure() completes the last two. It makes torch import sympy and dynamo, which takes two seconds."""
+    """The rank that has most to do in a run on `size` devices of this kind. It needs no other rank. measure() completes
+    its traffic and memory, and makes torch import sympy and dynamo, which takes two seconds."""
 
     def __init__(self, cfg, size: int, device: torch.device = GPU):
         self.cfg = cfg = copy.copy(cfg)
@@ -98,7 +93,7 @@ class Rank:
         data = ranks.data_ranks(cfg, size)
         copies = ranks.replicas(cfg)
         shards = data * cfg.cp // copies
-        self.groups = {
+        self.groups = {  # kind -> (number of ranks, distance between consecutive ranks)
             "tp": (cfg.tp, 1),
             "cp": (cfg.cp, cfg.tp),
             "ep": (cfg.ep, cfg.tp),
@@ -114,7 +109,7 @@ class Rank:
         width = 4 if cfg.fp32_residual else self.size
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
         self.n_layer = sum(map(len, stages.layers(cfg.n_layer, 0, cfg.pp, cfg.pp_chunks)))
-        self.memory = {}
+        self.memory = {}  # bytes by kind; total has those on the device at the worst moment, host those on the host
         self.model = skeleton(cfg)
         self.count_weights()
         vocab = cfg.vocab_rows // cfg.tp
@@ -122,7 +117,7 @@ class Rank:
         self.logits = vocab * ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, device))  # of a chunk
 
     def count_weights(self):
-        self.traffic = Counter()
+        self.traffic = Counter()  # kind of group -> bytes that the rank sends in a step to ranks of this group
         self.held = Counter()  # numbers in this rank's shard, by optimizer
         self.gathered = Counter()  # numbers in all shards, by block; "" has what is in none
         self.owned = self.muon_flops = 0.0  # numbers that Muon orthogonalises here, and the FLOPs for it
