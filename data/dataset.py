@@ -42,14 +42,12 @@ MOVING = {"half prepared": True}  # the content of meta.json while shards are mo
 
 class TokenStream:
     """Reads one split, all shards of it, as a single array of ids below `vocab_size`. `sources` lists (name, tokens,
-    weight) of each data set of a mixture. Of pairs, `mask` is the stream of the marks, `packs` are the windows of each
-    source that pairs.pack has found, and `ends` those of all, int64 (n, 2). Sources of equal `hashes` have the same
-    shards."""
+    weight) of each data set of a mixture."""
 
-    mask: "TokenStream | None" = None
-    packs: list[np.ndarray] | None = None
-    ends: np.ndarray | None = None
-    hashes: Sequence[str] = ()
+    mask: "TokenStream | None" = None  # of pairs: their marks
+    packs: list[np.ndarray] | None = None  # of pairs: the windows of each source that pairs.pack has found
+    ends: np.ndarray | None = None  # of pairs: the windows of all sources, int64 (n, 2)
+    hashes: Sequence[str] = ()  # of each source; equal ones have the same shards
 
     def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
         self.name = name
