@@ -1,6 +1,6 @@
 """Pipeline parallelism: ranks have stages of the blocks, and micro-batches pass through the stages (1F1B).
 
-    check(cfg, n_ranks, n_micro)                                 # before the process group exists
+    check(cfg, n_micro)                                          # before the process group exists
     keep_stages(model, rank, n_ranks, chunks)                    # before compilation, sharding and moves to a device
     pipeline = Pipeline(model, cfg, ranks)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss

@@ -26,17 +26,16 @@ class Costs(NamedTuple):
 
 
 class Run:
-    """One --run, whose arguments of train.py are `text`, with a `setting` of the sweep, such as learning_rate=1e-3, or
-    "". options: a CompareConfig. `changed` has the flags that --match has set; results and errors are by seed."""
+    """A --run with arguments of train.py, `text`, and a setting of the sweep, such as learning_rate=1e-3, or ""."""
 
     def __init__(self, number: int, text: str, setting: str, options):
         self.number = number
         self.text = text
         self.setting = setting
-        self.options = options
-        self.changed: dict[str, int] = {}
-        self.results: dict[int, dict] = {}
-        self.errors: dict[int, str] = {}
+        self.options = options  # a CompareConfig
+        self.changed: dict[str, int] = {}  # flags that --match has set
+        self.results: dict[int, dict] = {}  # by seed
+        self.errors: dict[int, str] = {}  # by seed
         self.first_loss = math.inf  # with seed 1, by which a setting of the sweep is chosen
         self.own = words_of("run", text)
         self.args = words_of("common", options.common) + self.own
