@@ -146,7 +146,8 @@ def logical_matrices(x: Tensor, fused: Fused | None) -> Iterator[tuple[Tensor, t
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns). A
     Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow."""
-    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)) + 1e-7)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=wide) + 1e-7)
     x = x.to(iteration_dtype(dtype))
     tall = x.size(-2) > x.size(-1)
     if tall:  # the Gram matrix is the smaller one

@@ -140,9 +140,10 @@ class Owners:
 
     def exchange(self, like: Tensor, out: list[Collection[Tensor]], into: list[Collection[Tensor]]):
         """Send tensors to each rank, and receive others from each rank."""
+        incoming = [*chain(*into)]
         sizes = [[sum(x.numel() for x in tensors) for tensors in each] for each in (into, out)]
         sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for x in chain(*out))])
         received = sent.new_empty(sum(sizes[0]))
         dist.all_to_all_single(received, sent, *sizes, group=self.group)
-        for x, flat in zip(chain(*into), received.split([x.numel() for x in chain(*into)]), strict=True):
+        for x, flat in zip(incoming, received.split([x.numel() for x in incoming]), strict=True):
             x.copy_(flat.view(x.shape))

@@ -198,7 +198,8 @@ class ShardedModel:
             part = self.part(name, p)
             full = weights[name].to(p.device)
             padding = part.shape[0] - len(full)
-            part.tensor.copy_(part.of(F.pad(full, (0, 0) * (full.dim() - 1) + (0, padding))))
+            full = F.pad(full, (0, 0) * (full.dim() - 1) + (0, padding))
+            part.tensor.copy_(part.of(full))
 
     # ---- one step
 
