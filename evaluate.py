@@ -53,7 +53,7 @@ from engine.parallel.connection import environment
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.plan import memory
 from engine.plan.estimate import Rank
-from engine.text import read_text, text_batches, token_ids
+from engine.text import read_text, text_batches
 from flags import Flags
 
 LARGEST_TEXT = 2**28  # bytes
@@ -100,7 +100,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     """The text of cfg.file, encoded with the tokenizer of the model."""
     require(flags.objective == "causal", f"file={cfg.file} needs a model of objective=causal; use a data set")
     tokenizer = found.tokenizer()
-    ids = token_ids(tokenizer, text)
+    ids = torch.from_numpy(tokenizer.encode_first(text))
     require(len(ids) > 1, f"file={cfg.file} has {len(ids)} tokens, and the first is not predicted; give more text")
     own = flags.vocab_size
     require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")

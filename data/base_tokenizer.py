@@ -32,6 +32,10 @@ class Tokenizer:
         """The ids of `text`, (N,) int64, without end-of-text ids: only a preparation adds these."""
         raise NotImplementedError
 
+    def encode_first(self, text: str) -> np.ndarray:
+        """The ids of a text that continues no other one, behind the `prefix`."""
+        return np.concatenate([np.array(self.prefix, dtype=np.int64), self.encode(text)])
+
     def encode_rest(self, text: str) -> np.ndarray:
         """The ids of a text that continues another one."""
         return self.encode(text)

@@ -46,8 +46,10 @@ def encode(tokenizer: Tokenizer, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a document and their marks, each (N,) int64. An empty source becomes end-of-text, as an empty prompt
     does when a text is sampled."""
     (first, _), *rest = parts
-    first = np.concatenate([np.array(tokenizer.prefix, dtype=np.int64), tokenizer.encode(first)])
-    ids, marks = [first if len(first) else tokenizer.end], [0]
+    ids = [tokenizer.encode_first(first)]
+    if not len(ids[0]):
+        ids = [tokenizer.end]
+    marks = [0]
     for text, target in rest:
         ids.append(tokenizer.encode_rest(text))
         if target:

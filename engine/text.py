@@ -4,7 +4,6 @@ import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,18 +35,13 @@ def read_prompt(start: str) -> str:
     return read_text("start", start, LARGEST_PROMPT).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def token_ids(tokenizer: Tokenizer, text: str) -> Tensor:
-    """The ids of the text, (N,), after those that the tokenizer puts before every text."""
-    return torch.from_numpy(np.concatenate([np.array(tokenizer.prefix, np.int64), tokenizer.encode(text)]))
-
-
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt. An empty prompt becomes end-of-text, or a newline if there is no end-of-text."""
     if tokenizer.eot is not None and tokenizer.end_text in prompt:
         say(f"warning: {tokenizer.end_text} in the prompt is ordinary text; an empty prompt is end-of-text")
     if not prompt and tokenizer.eot is None:
         prompt = "\n"
-    return token_ids(tokenizer, prompt).tolist() or [tokenizer.eot]
+    return tokenizer.encode_first(prompt).tolist() or [tokenizer.eot]
 
 
 def text_batches(
