@@ -45,7 +45,8 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     role = getattr(module, "role", None)
     if role not in SHARDED_DIM:
         fact = f"tensor parallelism does not know how to cut {name}: its module {type(module).__name__} has role={role}"
-        remedy = f"declare one of {', '.join(SHARDED_DIM)}, name it in per_head, or write a learned scalar as Gain(0.5)"
+        roles = f"{', '.join(SHARDED_DIM)} (docs/hacking.md)"
+        remedy = f"declare one of {roles}, name it in per_head, or write a learned scalar as Gain(0.5)"
         raise ValueError(f"{fact}; {remedy}")
     dim = SHARDED_DIM[role]
     if dim is None or dim == 1 and kind == "bias":
