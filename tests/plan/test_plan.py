@@ -41,9 +41,9 @@ LAYOUTS = [
     {"world_size": 4, "n_expert": 4, "ep": 2, "bias": True, "parallel": "fsdp", "fsdp_reshard": False},
     {"world_size": 8, "n_expert": 6, "ep": 2, "parallel": "fsdp", "dp_replicate": 2, "optimizer": "muon"},
     {"world_size": 8, "n_expert": 4, "ep": 4, "tp": 2, "parallel": "fsdp", "activation_checkpoint": "full"},
-    {"world_size": 4, "n_expert": 4, "ep": 2, "parallel": "fsdp", "pos": "rope"},
     {"world_size": 4, "parallel": "fsdp", "fsdp_reshard": False, "tie_weights": False, "ema_decay": 0.9},
-    {"world_size": 6, "parallel": "fsdp", "n_embd": 60, "gradient_accumulation_steps": 12},
+    {"world_size": 4, "parallel": "fsdp", "dp_replicate": 2, "dtype": "bfloat16"},
+    {"world_size": 6, "parallel": "fsdp", "n_embd": 60},
     {"world_size": 2, "tp": 2, "objective": "seq2seq", "block_size": 80},
     {"world_size": 2, "tp": 2, "activation_checkpoint": "selective"},
     {"world_size": 4, "cp": 2, "parallel": "fsdp", "pos": "rope", "conv": 4},
@@ -131,14 +131,14 @@ def backward(rank: ShardedModel, cfg: Config):
     rank.backward(repeat(batch_of(cfg)), steps, torch.amp.GradScaler("cpu", enabled=False))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What stays, and what is sent
+# ---- What stays, and what is sent
 
 
 @pytest.mark.parametrize("flags", LAYOUTS, ids=str)
 def test_states_and_traffic_are_those_of_training(flags):
     """Of whatever ShardedModel and the optimizers do with groups of pretended ranks, by the sizes of the groups."""
-    cfg = config(**{"gradient_accumulation_steps": 8} | flags)
+    micro_steps = max(4, flags["world_size"] // flags.get("tp", 1))
+    cfg = config(gradient_accumulation_steps=micro_steps, **flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
         rank = ShardedModel(cfg, ranks)
         optimizer = optim.build(rank.model, cfg, rank)
@@ -169,9 +169,8 @@ def test_muon_is_planned_as_it_trains(flags):
             optimizer = optim.build(rank.model, cfg, rank, ranks.dtype)
             for p in rank.model.parameters():
                 p.grad = torch.zeros_like(p)
-            allocated.append(most_allocated(optimizer.step))
             with Collectives() as counted, FlopCounterMode(display=False) as flops:
-                optimizer.step()
+                allocated.append(most_allocated(optimizer.step))
         sent.append(sum(counted.sent.values()))
         multiplied.append(flops.get_total_flops())
     p = plan.Plan(cfg)
@@ -187,24 +186,14 @@ def test_traffic_by_hand():
     total = 4 * (4 * layer + tables)
     assert not +plan.Plan(config(optimizer="muon")).traffic  # of one rank
     assert +plan.Plan(config(world_size=4)).traffic == {"ddp": 2 * 3 / 4 * total}  # once a step
-    sent = +plan.Plan(config(world_size=4, parallel="fsdp")).traffic
-    assert sent == {"fsdp": 3 / 4 * 4 * (2 * total + 4 * 4 * layer)}  # 16 / 4 micro-steps; backwards gather blocks
-    stream = 2 * 32 * 64 * 4
-    p = plan.Plan(config(world_size=2, cp=2, gradient_accumulation_steps=1))
-    assert p.traffic["cp"] == 1 / 2 * 2 * 4 * 2 * stream  # keys and values there, their gradients back
-    # experts of 2 C^2, of which ranks 0 and 2 have the same half; 64 rows travel there and back, forward and backward
-    p = plan.Plan(config(world_size=4, n_expert=4, n_expert_active=1, expert_ratio=1.0, ep=2))
-    assert p.traffic["experts"] == 2 * 1 / 2 * (4 * 4 * 4 * 2 * 64**2) / 2
-    assert p.traffic["ep"] == pytest.approx(1 / 2 * 4 * 4 * 4 * stream, rel=0.01)
     # a pipeline of two on two shards, also counted on four processes under gloo: the first stage gathers eight
     # micro-batches' layers and one more, and the tables once; their gradient goes across
     p = plan.Plan(config(world_size=4, pp=2, parallel="fsdp", n_layer=3))
     assert 1843712 + 4 * (2 * layer + tables) / 2 < p.traffic["fsdp"] < 1.01 * (1843712 + 4 * (2 * layer + tables) / 2)
-    assert p.traffic["pp"] == 2 * 8 * stream
+    assert p.traffic["pp"] == 2 * 8 * 2 * 32 * 64 * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What comes and goes
+# ---- What comes and goes
 
 
 def most_allocated(f) -> int:
@@ -287,7 +276,6 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
     "flags",
     [
         {"world_size": 2, "tp": 2, "gradient_accumulation_steps": 2},
-        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8},
         {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8, "fsdp_reshard": False},
         {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 4, "activation_checkpoint": "full"},
         {"world_size": 8, "parallel": "fsdp", "tp": 2, "cp": 2, "gradient_accumulation_steps": 4},
@@ -307,25 +295,13 @@ def test_the_worst_moment_of_a_rank(flags):
     assert 0.98 <= (p.total - p.memory["parameters"] - p.memory["optimizer state"]) / most <= 1.3
 
 
-def test_windows_that_a_block_declares_are_measured(monkeypatch):
-    """Every second layer with a window: by flags, or by a block that sets its reader's window itself."""
-
-    def mine(cfg, layer):
-        sums = BLOCK["standard"](cfg, layer)
-        sums[0].attn.window = 0 if layer % 2 else 4
-        return sums
-
-    monkeypatch.setitem(BLOCK, "mine", mine)
-    expected = plan.Plan(config(window=4, window_pattern="SL"))
-    assert expected.memory["activations"] != plan.Plan(config(window=4)).memory["activations"]
-    assert plan.Plan(config(block="mine")).memory == expected.memory
-
-
 def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
-    """A map of each score keeps more than the fused softmax; the order of the layers does not matter."""
+    """A map of each score keeps more than the fused softmax, and so does a window; the order does not matter."""
     layers = "c,p", "c,p;c.gelu,p", "c.gelu,p;c,p", "c.gelu,p"
     memory = [plan.Plan(config(block="superblock", layer=layer, n_layer=2)).total for layer in layers]
     assert memory[0] < memory[1] == memory[2] < memory[3]
+    memory = [plan.Plan(config(window=4, window_pattern=pattern)).memory["activations"] for pattern in ("L", "SL", "S")]
+    assert memory[0] < memory[1] < memory[2]
 
 
 @pytest.mark.parametrize("flags", [{"attn_softcap": 20.0}, {"window": 64}, {"cp": 2, "world_size": 2}], ids=str)
@@ -371,8 +347,7 @@ def test_offload_moves_the_states():
     assert there.step - here.step == pytest.approx((2 * 4 + 1 + 7) * here.memory["parameters"] / 20e9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Time
+# ---- Time
 
 
 def test_time_by_hand():
@@ -419,11 +394,10 @@ def test_bandwidth(flags, kind, expected):
     assert plan.Plan(config(parallel="fsdp", **flags)).bandwidth(kind) == pytest.approx(0.8 * expected * 1e9)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Large models, words and mistakes
+# ---- Large models, words and mistakes
 
 
-def test_a_large_model_takes_seconds_and_no_memory():
+def test_a_large_model_takes_seconds_and_no_memory(monkeypatch):
     cfg = parse(Config, ["config/llama_70b.py", "--plan=True", "--world_size=1024", "--tp=8"])
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     p = plan.Plan(cfg)
@@ -435,25 +409,12 @@ def test_a_large_model_takes_seconds_and_no_memory():
     attention, table = 12 * cfg.n_layer * cfg.n_embd * cfg.block_size, cfg.vocab_size * cfg.n_embd
     of_token = p.work.flops_per_sample / cfg.block_size
     assert of_token == pytest.approx(6 * (p.work.n_params - table) + attention, rel=1e-4)
-    assert "it fits" in plan.report(p)
-
-
-def test_what_is_printed_is_in_the_units_that_it_names(monkeypatch):
-    """Memory in GiB, traffic in GB, times in seconds."""
-    shape = {"n_layer": 4, "n_head": 16, "n_embd": 2048, "block_size": 1024, "vocab_size": 50304, "dtype": "bfloat16"}
-    p = plan.Plan(config(**shape, world_size=16, parallel="fsdp", tp=2, max_iters=100_000))
     lines = plan.report(p).splitlines()
-    assert len(lines) <= 45 and max(map(len, lines)) <= 120 and lines[0].endswith("attention: full (4 layers)")
-    expected = {kind: [n / 2**30] for kind, n in p.memory.items() if n}
-    expected["at the worst moment"] = [p.total / 2**30, 79]  # of NVIDIA's 80 GB
-    expected |= {kind: [n / 1e9, p.sending[kind]] for kind, n in p.traffic.items() if n}
-    expected |= {cause: [seconds] for cause, seconds in p.seconds.items()}
-    for name, numbers in expected.items():
+    shown = {"parameters": p.memory["parameters"] / 2**30, "fsdp": p.traffic["fsdp"] / 1e9}
+    for name, value in (shown | {"computation": p.seconds["computation"]}).items():
         [line] = [line for line in lines if line.startswith(f"  {name}  ")]
-        found = [float(x.replace(",", "")) for x in re.findall(r"\d[\d,]*\.?\d*", line[len(name) + 2 :])]
-        assert found == pytest.approx(numbers, abs=6e-4), name
-    days = p.step * 100_000 / 86400
-    assert f"max_iters=100,000: {16 * 2 * 1024 / 1e4:,.1f} billion tokens in {days:,.1f} days" in lines
+        assert float(line.split()[1].replace(",", "")) == pytest.approx(value, abs=6e-4)
+    assert max(map(len, lines)) <= 120 and any("it fits" in line for line in lines)
     monkeypatch.setitem(plan.GPU, "h100", plan.GPU["h100"]._replace(memory=1e6))
     advice = plan.report(p).partition("DOES NOT FIT")[2].partition("host")[0]
     assert "batch_size" in advice and "activation_checkpoint=full" in advice and "parallel" not in advice
