@@ -128,9 +128,7 @@ def test_the_text_and_the_picture(trained, tmp_path, capsys):
 def test_wrong_flags(trained, capsys):
     for flags, words in (
         ([], ["--start is missing", "give a text"]),
-        (["--start=x", "--layer=2"], ["layer=2", "0 .. 1"]),
         (["--start=x", "--reader=mlp2"], ["reader=mlp2", "it has attn, mlp"]),
-        (["--start=abc", "--position=3"], ["position=3", "0 .. 2"]),
         (["--start=abcdefghijklmnopq"], ["17 tokens", "block_size=16"]),
         (["--start=x", "--source=y"], ["objective=seq2seq", "source"]),
         (["--start=x", "--out=a.jpg"], ["out=a.jpg", ".png or .svg"]),
