@@ -69,10 +69,10 @@ def main() -> None:
     drawn = hash64(np.arange(40_000, dtype=np.uint64)) % np.uint64(10**6)
     different = list(dict.fromkeys(drawn.tolist()))
     with ShardWriter(out_folder(args.out), tokenizer) as out:
-        for i, n in enumerate(different[:30_000]):
-            split = "val" if i < 1000 else "train"
-            ids, marks = encode(tokenizer, [(english(n), False), (german(n), True)])
-            out.add(split, ids)
+        for split, numbers in (("val", different[:1000]), ("train", different[1000:30_000])):
+            pairs = [encode(tokenizer, [(english(n), False), (german(n), True)]) for n in numbers]
+            ids, marks = map(np.concatenate, zip(*pairs, strict=True))
+            out.add(split, ids, len(numbers))
             out.add(split + MASK, marks, 0)
     out.report(f"{out.documents()} pairs, ")
 
