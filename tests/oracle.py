@@ -110,7 +110,8 @@ class Data:
 
     def sample(self, number: int) -> dict[str, list[int]]:
         source = self.turns[number % len(self.turns)]
-        before = sum(self.turns[i % len(self.turns)] == source for i in range(number))
+        periods, rest = divmod(number, len(self.turns))
+        before = periods * self.turns.count(source) + self.turns[:rest].count(source)
         windows = self.train[source]
         return corrupted(self.f, windows[window_of(before, len(windows), self.f.seed)], number, self.f.seed)
 
