@@ -6,393 +6,322 @@ as tuples (file, old, new, what, tests). They were drafted from the code alone, 
 close the gaps that they found.
 """
 
+import re
+
 TEXT = r"""
 ops.py: Sliding windows that look both ways (masked models, encoders) see one key too many behind the query.
-- hi = hi.minimum(i + self.window)
-+ hi = hi.minimum(i + self.window + 1)
-tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
-
+  - hi = hi.minimum(i + self.window)
+  + hi = hi.minimum(i + self.window + 1)
+  tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
 ops.py: Sliding windows on the fused causal path hold W + 1 keys from the second block of queries on.
-- band = (j > i) & (j <= i + W)
-+ band = (j >= i) & (j <= i + W)
-tests/model/test_ops.py::test_attention_equals_naive_attention
-
+  - band = (j > i) & (j <= i + W)
+  + band = (j >= i) & (j <= i + W)
+  tests/model/test_ops.py::test_attention_equals_naive_attention
 ops.py: Sliding windows by FlashAttention hold W + 1 keys, and without a window a query sees one key before it.
-- left = mask.window - 1
-+ left = mask.window
-tests/model/test_flash.py::test_flash_equals_naive_attention
-
+  - left = mask.window - 1
+  + left = mask.window
+  tests/model/test_flash.py::test_flash_equals_naive_attention
 ops.py: Simplified blocks' content-free attention ignores the window in cached decoding, and there only.
-- return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
-+ return v.mean(dim=2, keepdim=True)
-tests/model/test_model.py::test_grid
-
+  - return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
+  + return v.mean(dim=2, keepdim=True)
+  tests/model/test_model.py::test_grid
 model.py: The flag rope_theta does not reach RoPE's angles.
-- frequencies(n, cfg.rope_theta, t.device)
-+ frequencies(n, 10000.0, t.device)
-tests/model/test_references.py::test_model_equals_hugging_face[llama]
-
+  - frequencies(n, cfg.rope_theta, t.device)
+  + frequencies(n, 10000.0, t.device)
+  tests/model/test_references.py::test_model_equals_hugging_face[llama]
 model.py: The norm behind a parallel block's branches (sandwich) covers attention alone and leaves the MLP out.
-- y = self.gain(self.after(reduce(add, y)))
-+ y = self.gain(reduce(add, y[1:], self.after(y[0])))
-tests/model/test_blocks.py::test_norms_around_branches_and_gains
-
+  - y = self.gain(self.after(reduce(add, y)))
+  + y = self.gain(reduce(add, y[1:], self.after(y[0])))
+  tests/model/test_blocks.py::test_norms_around_branches_and_gains
 ops.py: Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.
-- place = place[..., None] + stride * torch.arange(start[dim], start[dim] + size[dim], device=device)
-+ place = place[..., None] + stride * torch.arange(size[dim], device=device)
-tests/model/test_ops.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole
-
+  - place = place[..., None] + stride * torch.arange(start[dim], start[dim] + size[dim], device=device)
+  + place = place[..., None] + stride * torch.arange(size[dim], device=device)
+  tests/model/test_ops.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole
 ops.py: Targets of -1 have a gradient in the loss that goes chunk by chunk, though they are not in its value.
-- return total, p.mul_(valid * slope).to(logits.dtype)
-+ return total, p.mul_(slope).to(logits.dtype)
-tests/model/test_model.py::test_the_loss_in_chunks
-
+  - return total, p.mul_(valid * slope).to(logits.dtype)
+  + return total, p.mul_(slope).to(logits.dtype)
+  tests/model/test_model.py::test_the_loss_in_chunks
 engine/decode.py: Texts beyond block_size are cropped to one token less than the context when decoding goes on.
--                 new = text
--
-+                 new = text[:, 1:]
-+
-tests/model/test_model.py::test_grid
-
+  -                 new = text
+  -
+  +                 new = text[:, 1:]
+  +
+  tests/model/test_model.py::test_grid
 model.py: The encoder's positions do not begin anew with each document under doc_positions.
-- x, t = self.embed(source, 0, docs)
-+ x, t = self.embed(source, 0)
-tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
-
+  - x, t = self.embed(source, 0, docs)
+  + x, t = self.embed(source, 0)
+  tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
 model.py: Cross-attention sees the memory of all documents under doc_mask.
-- Mask(causal=False, docs=inputs.memory_docs)
-+ Mask(causal=False)
-tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
-
+  - Mask(causal=False, docs=inputs.memory_docs)
+  + Mask(causal=False)
+  tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
 model.py: Query heads of simplified blocks read the keys of another group under grouped-query attention.
-- k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)
-+ k = k.repeat(1, v.size(1) // k.size(1), 1, 1)
-tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices
-
+  - k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)
+  + k = k.repeat(1, v.size(1) // k.size(1), 1, 1)
+  tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices
 model.py: Llama 3's scaling of RoPE scales wavelengths between the two limits all or not at all.
-- return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
-+ return ((original * f / math.tau - low) / (high - low)).round().clamp(0, 1)
-tests/interchange/test_families.py::test_in_and_out
-
+  - return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
+  + return ((original * f / math.tau - low) / (high - low)).round().clamp(0, 1)
+  tests/interchange/test_families.py::test_in_and_out
 engine/optim.py: The cosine counts the warm-up as part of its way, so the rate jumps down when the warm-up ends.
-- progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
-+ progress = step / end
-tests/training/test_optim.py::test_schedules_at_key_points
-
+  - progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
+  + progress = step / end
+  tests/training/test_optim.py::test_schedules_at_key_points
 engine/optim.py: Muon's updates are scaled up for wide matrices instead of for tall ones.
-- max(1, rows / columns) ** 0.5
-+ max(1, columns / rows) ** 0.5
-tests/training/test_optim.py::test_muon_equals_separate_matrices
-
+  - max(1, rows / columns) ** 0.5
+  + max(1, columns / rows) ** 0.5
+  tests/training/test_optim.py::test_muon_equals_separate_matrices
 engine/optim.py: Muon orthogonalises the matrices that share a weight (q, k and v; gate and values) as a single one.
-- return {m.weight: m.fused for m in layers
-+ return {m.weight: None for m in layers
-tests/training/test_optim.py::test_who_gets_muon
-
+  - return {m.weight: m.fused for m in layers
+  + return {m.weight: None for m in layers
+  tests/training/test_optim.py::test_who_gets_muon
 engine/parallel/sharded.py: The logged loss is that of each step's last micro-batch alone.
-- loss += part.detach()
-+ loss = part.detach() * micro_steps
-tests/training/test_oracle.py::test_a_run_equals_the_oracles
-
+  - loss += part.detach()
+  + loss = part.detach() * micro_steps
+  tests/training/test_oracle.py::test_a_run_equals_the_oracles
 engine/parallel/sharded.py: The gradient norm under tp, by which clipping goes, counts what all ranks have too little.
-- copies = math.prod(n for n, dim in self.shares[name] if dim is None)
-+ copies = math.prod(n**2 for n, dim in self.shares[name] if dim is None)
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
-
+  - copies = math.prod(n for n, dim in self.shares[name] if dim is None)
+  + copies = math.prod(n**2 for n, dim in self.shares[name] if dim is None)
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
 engine/parallel/ranks.py: Ranks of a context-parallel group read different samples if there are two such groups.
-- data_rank = place.rank // (cfg.cp * cfg.tp) % data
-+ data_rank = place.rank // cfg.tp % data
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]
-
+  - data_rank = place.rank // (cfg.cp * cfg.tp) % data
+  + data_rank = place.rank // cfg.tp % data
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]
 engine/parallel/context.py: Under cp, the queries of every piece have the documents of a text's beginning.
-- parts = [docs[:, begin:end], docs[:, :end]]
-+ parts = [docs[:, : end - begin], docs[:, :end]]
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]
-
+  - parts = [docs[:, begin:end], docs[:, :end]]
+  + parts = [docs[:, : end - begin], docs[:, :end]]
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]
 engine/parallel/context.py: The first token of a rank's second piece has a wrong position under cp.
-- torch.where(t < size, front, back - 1)
-+ torch.where(t <= size, front, back - 1)
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]
-
+  - torch.where(t < size, front, back - 1)
+  + torch.where(t <= size, front, back - 1)
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]
 engine/parallel/tensor.py: The bias of a row-parallel layer is added once by every rank under tp.
-- return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
-+ return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias, *ends)
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
-
+  - return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
+  + return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias, *ends)
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
 engine/parallel/tensor.py: Under tp, normalisers are added that the ranks' slices have relative to other maxima.
-- normaliser * (largest - most).exp()
-+ normaliser
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
-
+  - normaliser * (largest - most).exp()
+  + normaliser
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
 engine/checkpoint/files.py: Pruning counts later steps of a rewound run among the newest, so an older one goes.
-- steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
-+ steps = steps_in(out_dir)
-tests/checkpoint/test_checkpoint.py::test_pointers_and_pruning
-
+  - steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
+  + steps = steps_in(out_dir)
+  tests/checkpoint/test_checkpoint.py::test_pointers_and_pruning
 engine/checkpoint/contents.py: An index that lacks a piece is taken for whole, and the rest of the tensor is not loaded.
-- require(complete == math.prod(saved.shape),
-+ require(complete <= math.prod(saved.shape),
-tests/checkpoint/test_checkpoint.py::test_shards_that_lie_are_refused
-
+  - require(complete == math.prod(saved.shape),
+  + require(complete <= math.prod(saved.shape),
+  tests/checkpoint/test_checkpoint.py::test_shards_that_lie_are_refused
 data/lock.py: A run that ends removes the lock of another one, which made the folder again after it was deleted.
-- if _is_at(file, path):  # otherwise it is the file of a process that has made the folder again
-+ if path.exists():
-tests/checkpoint/test_folder.py::test_the_end_of_a_run_leaves_the_lock_of_the_next
-
+  - if _is_at(file, path):  # otherwise it is the file of a process that has made the folder again
+  + if path.exists():
+  tests/checkpoint/test_folder.py::test_the_end_of_a_run_leaves_the_lock_of_the_next
 engine/metrics.py: A resume keeps the lines of the step that it starts with, and writes its evaluation a second time.
-- if row["step"] < step]
-+ if row["step"] <= step]
-tests/training/test_metrics.py::test_resume_leaves_what_the_uninterrupted_run_leaves
-
+  - if row["step"] < step]
+  + if row["step"] <= step]
+  tests/training/test_metrics.py::test_resume_leaves_what_the_uninterrupted_run_leaves
 engine/interchange/huggingface.py: The bias of q, k and v of an imported nanoGPT checkpoint stays in nanoGPT's order.
-- x = conversion.read(x, self.cfg, self.config)
-+ x = conversion.read(x, self.cfg, self.config) if x.dim() > 1 else x
-tests/interchange/test_nanogpt.py::test_logits_equal_gpt2_written_out
-
+  - x = conversion.read(x, self.cfg, self.config)
+  + x = conversion.read(x, self.cfg, self.config) if x.dim() > 1 else x
+  tests/interchange/test_nanogpt.py::test_logits_equal_gpt2_written_out
 data/loader.py: All epochs visit the windows in the same order.
-- return permute(samples % n, n, hash64(stream_key + (samples // n).astype(np.uint64)))
-+ return permute(samples % n, n, hash64(stream_key))
-tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
-
+  - return permute(samples % n, n, hash64(stream_key + (samples // n).astype(np.uint64)))
+  + return permute(samples % n, n, hash64(stream_key))
+  tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
 data/loader.py: The corruption of training samples does not depend on the seed.
-- corruption_keys(samples, self.seed)
-+ corruption_keys(samples, 0)
-tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
-
+  - corruption_keys(samples, self.seed)
+  + corruption_keys(samples, 0)
+  tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
 data/loader.py: A source of a mixture of three or more can be a whole sample ahead of its share.
-- if w * (i + 1) > period * counts[j]]
-+ if w * (i + 1) >= period * counts[j]]
-tests/data/test_loader.py::test_every_prefix_of_a_mixture_has_its_shares
-
+  - if w * (i + 1) > period * counts[j]]
+  + if w * (i + 1) >= period * counts[j]]
+  tests/data/test_loader.py::test_every_prefix_of_a_mixture_has_its_shares
 data/loader.py: The training loss is evaluated on the very windows that training reads first.
-- windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)
-+ windows = order(np.arange(min(n, n_batches * batch_size)), n, seed)
-tests/data/test_loader.py::test_evaluations_are_the_oracles
-
+  - windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)
+  + windows = order(np.arange(min(n, n_batches * batch_size)), n, seed)
+  tests/data/test_loader.py::test_evaluations_are_the_oracles
 data/objective.py: The tokens to restore of a masked model are never replaced by a random one: a fifth of them stay.
-- uniform < 0.9 * 2**32
-+ uniform < 0.1 * 2**32
-tests/data/test_objective.py::test_what_stands_in_the_place_of_a_target
-
+  - uniform < 0.9 * 2**32
+  + uniform < 0.1 * 2**32
+  tests/data/test_objective.py::test_what_stands_in_the_place_of_a_target
 data/objective.py: Document numbers of causal models are those of targets, so each last token is the next's.
-- self.documents(window.numpy()[:, :-1])
-+ self.documents(window.numpy()[:, 1:])
-tests/data/test_objective.py::test_a_batch_is_the_oracles
-
+  - self.documents(window.numpy()[:, :-1])
+  + self.documents(window.numpy()[:, 1:])
+  tests/data/test_objective.py::test_a_batch_is_the_oracles
 data/writer.py: The largest token id on record for a shard is that of its last document.
-- shard["max_token"] = max(shard["max_token"], int(part.max()))
-+ shard["max_token"] = int(part.max())
-tests/data/test_shards.py::test_the_largest_id_of_a_shard_may_be_of_any_document
-
+  - shard["max_token"] = max(shard["max_token"], int(part.max()))
+  + shard["max_token"] = int(part.max())
+  tests/data/test_shards.py::test_the_largest_id_of_a_shard_may_be_of_any_document
 data/corpus.py: A preparation that goes on numbers its documents from one too low, so others of them validate.
-- self.out.save((last.file, last.row, last.number + 1))
-+ self.out.save((last.file, last.row, last.number))
-tests/data/test_corpus.py::test_killed_at_any_write_the_result_is_the_same
-
+  - self.out.save((last.file, last.row, last.number + 1))
+  + self.out.save((last.file, last.row, last.number))
+  tests/data/test_corpus.py::test_killed_at_any_write_the_result_is_the_same
 engine/evaluation.py: The training loss is evaluated with dropout, whose draws move those of the training after it.
--         self.sharded.model.eval()
--         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
--
-+         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
-+         self.sharded.model.eval()
-+
-tests/training/test_train.py::test_resume_is_exact
-
+  -         self.sharded.model.eval()
+  -         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
+  -
+  +         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
+  +         self.sharded.model.eval()
+  +
+  tests/training/test_train.py::test_resume_is_exact
 engine/checkpoint/saver.py: A validation loss counts as the best one when it is lower than the one before it.
--             return False
--         self.best_loss = val_loss
--
-+             self.best_loss = val_loss
-+             return False
-+         self.best_loss = val_loss
-+
-tests/training/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens
-
+  -             return False
+  -         self.best_loss = val_loss
+  -
+  +             self.best_loss = val_loss
+  +             return False
+  +         self.best_loss = val_loss
+  +
+  tests/training/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens
 engine/checkpoint/run.py: A resume does not restore the random numbers' state, so dropout has other draws.
-- torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
-+ pass
-tests/training/test_train.py::test_resume_is_exact
-
+  - torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
+  + pass
+  tests/training/test_train.py::test_resume_is_exact
 train.py: A step that is left out does not count its samples, so a resume reads some of the data again.
-- self.samples += self.cfg.samples(self.step)
-+ self.samples += self.cfg.samples(self.step) * bool(finite)
-tests/training/test_oracle.py::test_skipped_steps_equal_the_oracles
-
+  - self.samples += self.cfg.samples(self.step)
+  + self.samples += self.cfg.samples(self.step) * bool(finite)
+  tests/training/test_oracle.py::test_skipped_steps_equal_the_oracles
 train.py: Each step has the learning rate of the step after it.
-- lr = optim.learning_rate(run.step, cfg)
-+ lr = optim.learning_rate(run.step + 1, cfg)
-tests/training/test_oracle.py::test_a_run_equals_the_oracles
-
+  - lr = optim.learning_rate(run.step, cfg)
+  + lr = optim.learning_rate(run.step + 1, cfg)
+  tests/training/test_oracle.py::test_a_run_equals_the_oracles
 engine/checkpoint/run.py: A resume restores the gradient scaler's scale, but not how many good steps it has counted.
-- load_state_dict(state["scaler"])
-+ load_state_dict(run.scaler.state_dict() | {"scale": state["scaler"]["scale"]})
-tests/training/test_oracle.py::test_the_gradient_scaler_equals_the_oracles
-
+  - load_state_dict(state["scaler"])
+  + load_state_dict(run.scaler.state_dict() | {"scale": state["scaler"]["scale"]})
+  tests/training/test_oracle.py::test_the_gradient_scaler_equals_the_oracles
 sample.py: Sampling with top_p drops the token with which the sum first reaches p.
-- over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
-+ over = (before + ordered >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
-tests/commands/test_sample.py::test_choose
-
+  - over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
+  + over = (before + ordered >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
+  tests/commands/test_sample.py::test_choose
 sample.py: The temperature has no effect while top_k leaves tokens out.
-- scaled = scaled.masked_fill(logits < least, -torch.inf)
-+ scaled = logits.masked_fill(logits < least, -torch.inf)
-tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers
-
+  - scaled = scaled.masked_fill(logits < least, -torch.inf)
+  + scaled = logits.masked_fill(logits < least, -torch.inf)
+  tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers
 engine/interchange/config.py: Keys of a config.json that nothing reads are ignored, such as is_causal.
--         refuse_rest(keys, NEUTRAL | self.fixed)
--
-+
-tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[gpt2]
-
+  -         refuse_rest(keys, NEUTRAL | self.fixed)
+  -
+  +
+  tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[gpt2]
 model.py: The sigmoid over the context has no bias of -log n, so its weights do not sum to about one half.
-- phi(scores - n.clamp(min=1).log())
-+ phi(scores)
-tests/model/test_pools.py::test_a_map_over_the_context_from_scores_written_out
-
+  - phi(scores - n.clamp(min=1).log())
+  + phi(scores)
+  tests/model/test_pools.py::test_a_map_over_the_context_from_scores_written_out
 flags.py: All layers have the readers of the first string of --layer.
-- self.strings[layer % len(self.strings)]
-+ self.strings[0]
-tests/model/test_pools.py::test_a_string_names_the_readers_of_each_sum
-
+  - self.strings[layer % len(self.strings)]
+  + self.strings[0]
+  tests/model/test_pools.py::test_a_string_names_the_readers_of_each_sum
 ops.py: A map over the context divides by the number of keys of the strip, not of those that the query sees.
-- phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
-+ phi(wide, torch.tensor(k.size(-2)).to(wide.dtype))
-tests/model/test_pools.py::test_a_map_over_the_context_from_scores_written_out
-
+  - phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
+  + phi(wide, torch.tensor(k.size(-2)).to(wide.dtype))
+  tests/model/test_pools.py::test_a_map_over_the_context_from_scores_written_out
 model.py: The bias that balances the loads of experts also weighs their results.
-- weights = p.gather(1, chosen)
-+ weights = (p if self.balance is None else p + self.balance.bias).gather(1, chosen)
-tests/model/test_experts.py::test_experts_are_those_of_transformers
-
+  - weights = p.gather(1, chosen)
+  + weights = (p if self.balance is None else p + self.balance.bias).gather(1, chosen)
+  tests/model/test_experts.py::test_experts_are_those_of_transformers
 engine/parallel/sharded.py: The loads of experts count in the gradient's norm, and so clip the gradient.
-- if p.grad is not None and p not in self.loads]
-+ if p.grad is not None]
-tests/training/test_optim.py::test_loads_are_no_gradients
-
+  - if p.grad is not None and p not in self.loads]
+  + if p.grad is not None]
+  tests/training/test_optim.py::test_loads_are_no_gradients
 engine/parallel/sharded.py: Under --ep, the gradients of experts are sums over the ranks that divide them.
-- torch._foreach_mul_(grads, 1 / self.cfg.ep)
-+ torch._foreach_mul_(grads, 1.0)
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]
-
+  - torch._foreach_mul_(grads, 1 / self.cfg.ep)
+  + torch._foreach_mul_(grads, 1.0)
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]
 data/objective.py: Causal models learn the sources of pairs too.
-- targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]
-+ targets = np.where(marks < PADDING, window.numpy(), -1)[:, 1:]
-tests/data/test_pairs.py::test_an_epoch_has_every_pair_once_and_whole
-
+  - targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]
+  + targets = np.where(marks < PADDING, window.numpy(), -1)[:, 1:]
+  tests/data/test_pairs.py::test_an_epoch_has_every_pair_once_and_whole
 engine/parallel/sharded.py: The tied weight, which both ends of a pipeline have, is counted twice in the gradient norm.
-- (name not in self.counted_elsewhere) / math.sqrt(copies)
-+ 1 / math.sqrt(copies)
-tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
-
+  - (name not in self.counted_elsewhere) / math.sqrt(copies)
+  + 1 / math.sqrt(copies)
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
 model.py: What __init__ writes into a layer of ours, such as nn.init.zeros_, is replaced without a word.
-- if p._version > 0 and not drawn:
-+ if p._version > 1 and not drawn:
-tests/model/test_initial.py::test_other_values_are_refused_by_name
-
+  - if p._version > 0 and not drawn:
+  + if p._version > 1 and not drawn:
+  tests/model/test_initial.py::test_other_values_are_refused_by_name
 ops.py: Masks are 0 * -inf, which is NaN.
-- weights = wide.where(attn_mask, -math.inf).softmax(-1)
-+ weights = (wide + ~attn_mask * -math.inf).softmax(-1)
-tests/model/test_model.py::test_grid
-
+  - weights = wide.where(attn_mask, -math.inf).softmax(-1)
+  + weights = (wide + ~attn_mask * -math.inf).softmax(-1)
+  tests/model/test_model.py::test_grid
 model.py: RoPE is applied to the queries alone.
-- return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
-+ return ops.rotate(q, cos, sin), k, v
-tests/model/test_references.py::test_model_equals_hugging_face[llama]
-
+  - return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
+  + return ops.rotate(q, cos, sin), k, v
+  tests/model/test_references.py::test_model_equals_hugging_face[llama]
 model.py: ALiBi is listed, but nothing is added to the scores.
-- slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
-+ slope = 0 * alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
-tests/model/test_ops.py::test_attention_equals_naive_attention
-
+  - slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
+  + slope = 0 * alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
+  tests/model/test_ops.py::test_attention_equals_naive_attention
 ops.py: The centring matrix of shaped attention is not masked causally, so the future leaks.
--     lo, hi = mask.reach(T, S, v.device)
--     if mask.docs is None and mask.causal and not 0 < mask.window < S:
-+     lo, hi = mask._replace(causal=False).reach(T, S, v.device)
-+     if False:
-tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices
-
+  -     lo, hi = mask.reach(T, S, v.device)
+  -     if mask.docs is None and mask.causal and not 0 < mask.window < S:
+  +     lo, hi = mask._replace(causal=False).reach(T, S, v.device)
+  +     if False:
+  tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices
 model.py: The post-norm is a pre-norm.
-- "post": {"total"},
-+ "post": {"before", "last"},
-tests/model/test_references.py::test_block_equals_torch tests/model/test_blocks.py::test_norms_around_branches_and_gains
-
+  - "post": {"total"},
+  + "post": {"before", "last"},
+  tests/model/test_references.py::test_block_equals_torch
 model.py: The queries of shaped attention, which begin at zero, are drawn like all other weights.
-- drawn[row < value.zero] = 0
-+ drawn[row < 0] = 0
-tests/model/test_model.py::test_initial_values_of_simplified_blocks
-
+  - drawn[row < value.zero] = 0
+  + drawn[row < 0] = 0
+  tests/model/test_model.py::test_initial_values_of_simplified_blocks
 data/loader.py: A mixture that a resume has changed is read out of step with the samples of each source that it counts.
-- at = samples - self.since
-+ at = samples
-tests/checkpoint/test_data.py::test_each_source_goes_on_where_the_weights_change
-
+  - at = samples - self.since
+  + at = samples
+  tests/checkpoint/test_data.py::test_each_source_goes_on_where_the_weights_change
 data/pairs.py: In a chat, the line of the assistant's role follows the user's message without a line end.
-- text += f"{content}\n"
-+ text += content
-tests/data/test_pairs.py::test_a_chat_has_the_assistants_contents_as_targets
-
+  - text += f"{content}\n"
+  + text += content
+  tests/data/test_pairs.py::test_a_chat_has_the_assistants_contents_as_targets
 data/tokenizer.py: A model with several end tokens, such as Llama 3, writes on behind all but the first of them.
-- return {self.eot, *(i for i in more if type(i) is int)}
-+ return {self.eot}
-tests/data/test_hf_tokenizer.py::test_where_end_of_text_is_found
-
+  - return {self.eot, *(i for i in more if type(i) is int)}
+  + return {self.eot}
+  tests/data/test_hf_tokenizer.py::test_where_end_of_text_is_found
 engine/decode.py: With overflow=roll and RoPE, positions are off by two after the oldest keys are dropped.
-- self.start += self.end - kept
-+ self.start += kept
-tests/model/test_model.py::test_a_rolling_cache_is_a_window
-
+  - self.start += self.end - kept
+  + self.start += kept
+  tests/model/test_model.py::test_a_rolling_cache_is_a_window
 engine/evaluation.py: Rows that fill the last batch count as text, so bits per byte are too small.
-- total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
-+ total[2] += token_bytes[targets.clamp(min=0)].sum()
-tests/commands/test_evaluate.py::test_a_text_of_any_length_equals_a_loop_in_float64
-
+  - total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
+  + total[2] += token_bytes[targets.clamp(min=0)].sum()
+  tests/commands/test_evaluate.py::test_a_text_of_any_length_equals_a_loop_in_float64
 engine/metrics.py: An evaluation makes the steps since the last log take no time, so tokens per second are too high.
-- self.since += time.perf_counter() - start
-+ self.since = time.perf_counter()
-tests/training/test_metrics.py::test_rates_are_of_the_interval_and_leave_pauses_out
-
+  - self.since += time.perf_counter() - start
+  + self.since = time.perf_counter()
+  tests/training/test_metrics.py::test_rates_are_of_the_interval_and_leave_pauses_out
 engine/checkpoint/saver.py: With async_checkpoint, all checkpoints after the first hold the first one's weights.
--             self.copies[name] = buffer
--         return part._replace(tensor=buffer.copy_(x, non_blocking=x.is_cuda))
-+             self.copies[name] = buffer.copy_(x, non_blocking=x.is_cuda)
-+         return part._replace(tensor=buffer)
-tests/checkpoint/test_checkpoint.py::test_asynchronous_saves_write_the_same_files_later
-
+  -             self.copies[name] = buffer
+  -         return part._replace(tensor=buffer.copy_(x, non_blocking=x.is_cuda))
+  +             self.copies[name] = buffer.copy_(x, non_blocking=x.is_cuda)
+  +         return part._replace(tensor=buffer)
+  tests/checkpoint/test_checkpoint.py::test_asynchronous_saves_write_the_same_files_later
 engine/plan/accounting.py: MFU and FLOPs of encoders count half of the keys in a window that looks both ways.
-- keys = min(keys, m.window if m.causal else 2 * m.window - 1)
-+ keys = min(keys, m.window)
-tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand
-
+  - keys = min(keys, m.window if m.causal else 2 * m.window - 1)
+  + keys = min(keys, m.window)
+  tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand
 engine/interchange/config.py: The first layer that max_window_layers gives a window has full attention in an import.
-- found = windows(keys, flags, lambda i: i >= first)
-+ found = windows(keys, flags, lambda i: i > first)
-tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[qwen2]
-
+  - found = windows(keys, flags, lambda i: i >= first)
+  + found = windows(keys, flags, lambda i: i > first)
+  tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[qwen2]
 tools/lens.py: Shares of slots with a softmax of their own are relative to all units, so no weights.
-- for part in hidden.tensor_split([apart])])
-+ for part in hidden.tensor_split([0])])
-tests/tools/test_lens.py::test_shares_are_weights_of_attention
-
+  - for part in hidden.tensor_split([apart])])
+  + for part in hidden.tensor_split([0])])
+  tests/tools/test_lens.py::test_shares_are_weights_of_attention
 ops.py: The earliest tap of a convolution reaches one token into the document before.
-- return row.where(place >= i, 0)
-+ return row.where(place >= i - 1, 0)
-tests/model/test_model.py::test_a_convolution_is_the_sum_written_out
-
+  - return row.where(place >= i, 0)
+  + return row.where(place >= i - 1, 0)
+  tests/model/test_model.py::test_a_convolution_is_the_sum_written_out
 model.py: --rope_scaling is accepted beside positions that it has no effect on.
-- rope_scaling: str = ""  # [pos=rope] linear:F
-+ rope_scaling: str = ""  # linear:F
-tests/model/test_ignored.py
+  - rope_scaling: str = ""  # [pos=rope] linear:F
+  + rope_scaling: str = ""  # linear:F
+  tests/model/test_ignored.py
 """
 
 
-def parsed(block: str) -> tuple[str, str, str, str, str]:
+def parsed(fault: str) -> tuple[str, str, str, str, str]:
     """(file, old, new, what, tests) of a fault's lines."""
-    parts = {"-": [], "+": [], "tests": [], "head": []}
-    for line in block.splitlines():
-        kind = next((kind for kind in ("-", "+", "tests") if line.startswith(kind)), "head")
-        parts[kind].append(line[2:] if kind in "-+" else line)
-    file, _, what = " ".join(parts["head"]).partition(": ")
-    return file, "\n".join(parts["-"]), "\n".join(parts["+"]), what, " ".join(parts["tests"])
+    parts = re.fullmatch(r"(\S+): (.+)\n((?:  -.*\n)+)((?:  \+.*\n)+)  (tests/.+)", fault)
+    file, what, *code, tests = parts.groups()
+    old, new = (re.sub("(?m)^  [-+] ?", "", lines).removesuffix("\n") for lines in code)
+    return file, old, new, what, tests
 
 
-FAULTS = [parsed(block) for block in TEXT.strip("\n").split("\n\n")]
+FAULTS = [parsed(fault) for fault in re.split(r"\n(?=\S)", TEXT.strip())]
