@@ -22,7 +22,6 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
-from engine.checkpoint.weights import Weights
 from engine.parallel.connection import may_restart
 from engine.parallel.ranks import together
 from engine.parallel.sharded import ShardedModel
@@ -109,7 +108,7 @@ def layout(cfg) -> dict[str, tuple]:
     return found
 
 
-def check_same_weights(cfg, found: Weights):
+def check_same_weights(cfg, found: weights.Weights):
     """ValueError if the model of cfg needs other weights than those found. It names the flags of the model that differ.
     Otherwise they are free: they change what is computed with the weights, or how these are trained."""
     before = found.config()
@@ -127,7 +126,7 @@ def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
     if cfg.init_from == "scratch":
         return sharded.init_weights(cfg.seed)
 
-    def fill(found: Weights):
+    def fill(found: weights.Weights):
         check_same_weights(cfg, found)
         found.check_tokenizer(tokenizer, cfg.dataset)
         found.fill(sharded)

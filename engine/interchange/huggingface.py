@@ -27,7 +27,6 @@ from data.errors import require
 from data.tokenizer import from_spec
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import own_part
 from engine.interchange.config import Family
 from engine.interchange.families import FAMILIES, choose
 from engine.interchange.tokenizer import export_tokenizer
@@ -296,7 +295,7 @@ def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable,
         tensors = {}
         for name in names:
             for each, x in theirs(name).items():
-                tensors[each] = own_part(x.to(dtype))
+                tensors[each] = contents.own_part(x.to(dtype))
                 fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
                 require(finite(tensors[each].tensor), f"{fact}; export with --dtype=float32")
         table |= dict.fromkeys(tensors, file)
