@@ -17,10 +17,6 @@ class Row(NamedTuple):
     differences: list[float]
 
 
-def is_comparison(folder: str) -> bool:
-    return (Path(folder).expanduser() / "compare.json").is_file()
-
-
 def rows_of(folder: str) -> list[Row]:
     """The runs of a comparison that have results with a seed of the first one. ValueError if it is alone."""
     runs = read_json(Path(folder).expanduser() / "compare.json")["runs"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from configurator import parse_positional
 from data.errors import command, require, user_errors
 from tools.curves import PlotConfig, curves, draw, read_run, require_matplotlib, save
-from tools.intervals import draw_intervals, is_comparison, rows_of
+from tools.intervals import draw_intervals, rows_of
 
 
 def main(argv: list[str] | None = None):
@@ -23,11 +23,12 @@ def main(argv: list[str] | None = None):
         require(folders, "expected the folders of one or more runs, not nothing; --help says more")
         require_matplotlib()
         out = Path(cfg.out or f"{folders[0]}/plot.png").expanduser()
-        if is_comparison(folders[0]):
+        if (Path(folders[0]).expanduser() / "compare.json").is_file():
             require(len(folders) == 1, f"{folders[0]} is a comparison of tools.compare; draw it alone")
             figure = draw_intervals(rows_of(folders[0]))
         else:
-            figure = draw(curves(cfg, [read_run(folder) for folder in dict.fromkeys(folders)]), cfg)
+            runs = [read_run(folder) for folder in dict.fromkeys(folders)]
+            figure = draw(curves(cfg, runs), cfg)
         save(figure, out)
     print(f"wrote {out}")
 
