@@ -203,12 +203,8 @@ def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
     return put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
 
 
-LLAMA = (
-    THEIR_SIZE
-    | THEIR_ROPE
-    | THEIR_GQA
-    | dict(intermediate_size=gated_width("swiglu"), rms_norm_eps=1e-5, tie_word_embeddings=False)
-)
+LLAMA = dict(intermediate_size=gated_width("swiglu"), rms_norm_eps=1e-5, tie_word_embeddings=False)
+LLAMA |= THEIR_SIZE | THEIR_ROPE | THEIR_GQA
 OUR_LLAMA = dict(norm="rmsnorm", mlp="swiglu", tie_weights=False) | OUR_ROPE | OUR_GQA
 
 

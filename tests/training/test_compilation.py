@@ -7,11 +7,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,15 +37,6 @@ FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with com
 SIZES = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
 SHORT = ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--warmup_iters=1", "--lr_decay_iters=8"]
 COMPILING, FAILS = "compiling for this CPU", "warning: torch.compile does not work here"
-
-
-def raising(error: Exception) -> Callable:
-    """A function that raises this error."""
-
-    def function(*_, **__):
-        raise error
-
-    return function
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -134,7 +125,7 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
         (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
         (AssertionError(), "AssertionError"),
     ):
-        monkeypatch.setattr(torch._inductor, "compile", raising(error))
+        monkeypatch.setattr(torch._inductor, "compile", Mock(side_effect=error))
         with pytest.raises(ValueError) as caught:
             try_compiler(ALONE.device)
         assert str(caught.value).startswith(f"{cause}; install g++")
@@ -322,9 +313,9 @@ def test_a_folder_of_others_is_refused(cache, monkeypatch, capsys, depth):
 def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):
     """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
     folder = private_folder()
-    read_only = raising(OSError(30, "Read-only file system", "x"))
-    denied = raising(PermissionError(13, "Permission denied"))
-    homeless = raising(RuntimeError("Could not determine home directory."))
+    read_only = Mock(side_effect=OSError(30, "Read-only file system", "x"))
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
+    homeless = Mock(side_effect=RuntimeError("Could not determine home directory."))
     for caches, at, replacement, cause in (
         (os.environ["XDG_CACHE_HOME"], (os, "access"), lambda *_: False, f"{folder} cannot be written"),
         (tmp_path / "none", (Path, "mkdir"), read_only, "Read-only file system"),

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -310,10 +311,7 @@ def test_nothing_decorative_ends_a_run(run, monkeypatch, capsys, name):
     """A logger or a text that fails is left out with one line; figures and random numbers are as without."""
     flags = ["--dropout=0.1", "--max_iters=6", "--eval_interval=3"]
     plain = run(*flags, out="plain")
-
-    def fail(*args, **options):
-        raise RuntimeError("planted\nfailure")
-
+    fail = Mock(side_effect=RuntimeError("planted\nfailure"))
     logger = SimpleNamespace(**{"log": lambda *_, **__: None, "finish": print} | {name: fail})
     pretend_wandb(monkeypatch, lambda **options: logger)
     monkeypatch.setattr(engine.metrics.Events, "scalars", fail)

@@ -16,6 +16,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -275,10 +276,8 @@ def test_lines_that_cannot_be_written_end_no_run(tiny_data, tmp_path):
 
 
 def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
-    def full(self, *args):
-        raise OSError(28, "No space left on device", "metrics.jsonl")
-
-    monkeypatch.setattr(train.Metrics, "write", full)
+    full = OSError(28, "No space left on device", "metrics.jsonl")
+    monkeypatch.setattr(train.Metrics, "write", Mock(side_effect=full))
     assert "metrics.jsonl" in refused(lambda flags: run(*flags), ["--max_iters=4"], capsys)
     assert "loader" not in [thread.name for thread in threading.enumerate()]  # Python's exit could wait for it for ever
 
