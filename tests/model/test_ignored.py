@@ -1,12 +1,11 @@
 """No flag of the model is silently ignored: beside every block, it changes the model or it is refused."""
 
-import copy
 from functools import cache
 from typing import get_type_hints
 
 import pytest
 import torch
-from models import TINY, choices, jitter
+from models import TINY, choices
 from test_model import GRID, USUAL, changes, numbers
 
 import model as M
@@ -37,24 +36,27 @@ def model_of(row: tuple) -> Model:
 def computes(row: tuple, kind: str) -> list[torch.Tensor]:
     """The initial weights of a model with these flags; or, with other weights and texts as long as it takes, its loss
     with dropout, or its logits, also in bfloat16."""
-    model = copy.deepcopy(model_of(row))
+    model = model_of(row)
     if kind == "weights":
-        return list(model.parameters())
+        return [p.clone() for p in model.parameters()]
     cfg, T = model.cfg, model.cfg.block_size
     torch.manual_seed(2)
+    for p, initial in zip(model.parameters(), computes(row, "weights"), strict=True):
+        p.copy_(initial + 0.05 * torch.randn_like(initial))
     idx, source = torch.randint(cfg.vocab_size, (2, T)), torch.randint(cfg.vocab_size, (2, S))
     inputs = {"idx": idx} | ({"source": source} if model.encoder else {})
     if cfg.doc_mask:
         inputs |= {"docs": torch.arange(T).expand(2, T) // 5}
         inputs |= {"source_docs": torch.arange(S).expand(2, S) // 5} if model.encoder else {}
-    jitter(model)
     torch.manual_seed(3)
     if kind == "loss":
         return [model.train()(targets=idx, **inputs)]
     if kind == "logits":
         return [model.eval()(**inputs)]
     with torch.autocast("cpu", torch.bfloat16):
-        return [model.eval().float()(**inputs)]
+        logits = model.eval().float()(**inputs)
+    model.double()
+    return [logits]
 
 
 def has_effect(row: dict, changed: dict) -> bool:
