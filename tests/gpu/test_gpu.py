@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from families import BLOCKS, FAMILIES, OBJECTIVES
 from helpers import distance, losses
-from models import documents, naive_attention, spy_on_kernels
+from models import documents, jitter, naive_attention, spy_on_kernels
 from torch import Tensor
 
 import sample
@@ -102,9 +102,7 @@ def both(device: torch.device, *flags: str) -> tuple[Model, dict[str, Tensor], M
     model = Model(parse(Config, [*SMALL, *flags]), seed=0).double()
     V, T = model.cfg.vocab_size, model.cfg.block_size
     torch.manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.05 * torch.randn_like(p)  # at the initial point, some gradients are zero
+    jitter(model)  # at the initial point, some gradients are zero
     batch = {"idx": torch.randint(V, (2, T)), "targets": torch.randint(-1, V, (2, T))}
     if model.encoder:
         batch["source"] = torch.randint(V, (2, T // 2))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import T as LENGTH
-from models import assert_same, beside, build, documents, leaves, naive_attention, spy_on_kernels, tokens
+from models import assert_same, beside, build, documents, jitter, leaves, naive_attention, spy_on_kernels, tokens
 
 import ops
 from data.loader import document_starts
@@ -178,10 +178,7 @@ def step(flags: dict, recomputed: bool = False) -> list[torch.Tensor]:
     model = build(**{"n_head": 2, "n_embd": 16, "doc_mask": True} | flags)
     for block in model.blocks if recomputed else ():
         recompute(block, "selective")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
+    jitter(model)
     given = beside(model)
     loss = model(tokens(2, LENGTH), tokens(2, LENGTH), **given, **document_starts(given))
     loss.backward()

@@ -175,13 +175,12 @@ GROUPS = {"block": "superblock", "n_group": 2}
 ], ids=["grouped heads", "swiglu", "groups", "swiglu in groups"])  # fmt: skip
 def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
     """q, k and v, a gate and its values, which stand below one another in GroupedLinear: each matrix alone."""
-    muon = {"optimizer": "muon", "muon_lr": 1.0, "weight_decay": 0.0, "muon_momentum": 0.0}
-    cfg = Config(n_layer=1, n_head=4, n_embd=16, block_size=8, vocab_size=16, **muon, **flags)
-    model = Model(cfg, seed=1)
+    model = tiny(**flags)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     weight = model.get_submodule(f"blocks.0.sums.{where}").weight
     before = weight.detach().clone()
+    cfg = config(optimizer="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0)
     list(build(model, cfg).parts)[1].step()
     for update, gradient in zip(matrices(before - weight.detach()), matrices(weight.grad), strict=True):
         update, gradient = (x.flatten(0, -2) for x in (update, gradient))
