@@ -75,18 +75,16 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A prepared folder, or several in `sources`: {name: (data, weight)}. These have the tokenizer, the vocabulary and
-    the end-of-text of the first one, whose `folder` and `meta` are given. `vocab_size` is the model's: the larger of
-    the data's own size and the flag. pack(stream) finds the windows of pairs, see pairs.pack."""
+    """A prepared folder, or a mixture of several: then all but `sources` is that of the first one."""
 
     folder: Path
     meta: dict  # empty without a meta.json
     tokenizer: Tokenizer | None
-    vocab_size: int
+    vocab_size: int  # the model's: the larger of the data's own size and the flag
     eot: int | None
     verify: bool
-    pack: Callable[[TokenStream], None] | None = None
-    sources: dict[str, tuple["DataSet", int]] = field(default_factory=dict)
+    pack: Callable[[TokenStream], None] | None = None  # finds the windows of pairs, see pairs.pack
+    sources: dict[str, tuple["DataSet", int]] = field(default_factory=dict)  # of a mixture: name -> (data, weight)
 
     @property
     def pairs(self) -> bool:

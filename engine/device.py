@@ -169,10 +169,12 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
 def machine_memory() -> int:
     """Bytes that all processes of this machine can have: its memory or a cgroup's lower limit, plus swap."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    groups, info = "/proc/self/cgroup", ""
-    if os.path.exists(groups):  # on Linux
+    groups = Path("/proc/self/cgroup")
+    info = ""
+    if groups.exists():  # on Linux
         info = Path("/proc/meminfo").read_text()
-        for _, kind, path in (line.split(":", 2) for line in Path(groups).read_text().splitlines()):
+        for line in groups.read_text().splitlines():
+            _, kind, path = line.split(":", 2)
             folder = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
             file = {"": "memory.max", "memory": "memory.limit_in_bytes"}.get(kind, "")  # versions 2 and 1
             for each in (folder, *folder.parents):
