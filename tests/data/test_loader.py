@@ -47,7 +47,10 @@ def take_rows(loader: Loader, n: int) -> list[dict[str, list[int]]]:
 
 
 def rows_of(batches) -> list[dict[str, list[int]]]:
-    return [{key: x[i].tolist() for key, x in batch.items()} for batch in batches for i in range(len(batch["idx"]))]
+    found = []
+    for batch in batches:
+        found += [{key: x[i].tolist() for key, x in batch.items()} for i in range(len(batch["idx"]))]
+    return found
 
 
 def take(loader: Loader, n: int) -> list[list[int]]:
@@ -231,8 +234,9 @@ def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps
         options = dict(data_rank=rank, data_size=data_size, seed=seed, start=step * share * data_size)
         loader = ShortPlans(stream, corrupting(name), batch_size, micro_steps, **options)
         assert loader.epochs(99) == data.epochs(99)
-        firsts = [share * (data_size * (step + k) + rank) for k in range(2)]
-        expected = [data.sample(first + i) for first in firsts for i in range(share)]
+        expected = []
+        for first in (share * (data_size * (step + k) + rank) for k in range(2)):
+            expected += map(data.sample, range(first, first + share))
         assert take_rows(loader, 2 * micro_steps) == expected
 
 

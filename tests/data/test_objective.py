@@ -43,7 +43,8 @@ def chi_square(counts: list[int], expected: list[float]):
 def test_a_batch_is_the_oracles(name, T, B, ratio, span_length, eot_share, seed, doc_mask):
     """Which walks through each window by itself: a row depends on its own key and window only. And the window stays."""
     window, keys = texts(B, T, eot_share, seed), KEYS[seed % 1000 :][:B]
-    objective, before = OBJECTIVE[name](V, 0, T, doc_mask, ratio, span_length), window.clone()
+    before = window.clone()
+    objective = OBJECTIVE[name](V, 0, T, doc_mask, ratio, span_length)
     batch = objective(window, keys)
     assert torch.equal(window, before) and all(tensor.dtype == torch.int64 for tensor in batch.values())
     if name != "masked":

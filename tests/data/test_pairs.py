@@ -325,7 +325,8 @@ def test_numbers_in_words(call, tmp_path):
     texts = []
     for split in ("train", "val"):
         stream = open_data(tmp_path / "out", verify=True).split(split)
-        ids, places = bytes(i % EOT for i in read_all(stream)), documents(stream).tolist()  # end-of-text becomes 0
+        ids = bytes(i % EOT for i in read_all(stream))  # end-of-text becomes 0
+        places = documents(stream).tolist()
         texts += [ids[a:b] for a, b, _ in places]
         assert all(ids[b:c][:-1].decode().isalpha() and c - b <= 128 for _, b, c in places)
     assert len({*texts}) == 30_000
