@@ -201,7 +201,7 @@ def mistake(argv: list[str]) -> str:
     return message
 
 
-@pytest.mark.parametrize("flags, fragments", COMMAND_LINE_MISTAKES, ids=lambda x: x[:40] if isinstance(x, str) else "")
+@pytest.mark.parametrize("flags, fragments", COMMAND_LINE_MISTAKES, ids=lambda x: str(x)[:40])
 def test_mistakes_on_the_command_line(flags, fragments):
     message = mistake(flags.split(" "))
     assert len(message) < 300 and all(fragment in message for fragment in fragments), message

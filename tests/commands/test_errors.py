@@ -66,7 +66,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
 TRAIN_FLAGS += [("--device=cuda", ["--device=auto"])] * (not torch.cuda.is_available())
 
 
-@pytest.mark.parametrize("flags,fragments", TRAIN_FLAGS, ids=lambda x: x[:60] if isinstance(x, str) else "")
+@pytest.mark.parametrize("flags,fragments", TRAIN_FLAGS, ids=lambda x: str(x)[:60])
 def test_wrong_flags(flags, fragments, told, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = told(flags.replace("TRAINED", str(trained)), *fragments)
@@ -197,10 +197,10 @@ def test_a_file_that_a_small_disk_cannot_hold_is_named(trained, tmp_path):
         assert "File too large" in last, last
 
 
-FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py"), *ROOT.glob("tools/*.py")])
-PROGRAMS = [[str(path.relative_to(ROOT))] for path in FILES if "__main__" in path.read_text()]
-PROGRAMS = [["-m", f"tools.{Path(name).stem}"] if name.startswith("tools/") else [name] for [name] in PROGRAMS]
-PROGRAMS.append(["-m", "engine.interchange"])
+TOOLS = [f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if "__main__" in path.read_text()]
+SCRIPTS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]
+PROGRAMS = [[str(path.relative_to(ROOT))] for path in SCRIPTS]
+PROGRAMS += [["-m", name] for name in ("engine.interchange", *TOOLS)]
 
 
 def imported(program: list[str], folder: Path, **chosen: str) -> subprocess.CompletedProcess:

@@ -34,10 +34,6 @@ FENCED = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OF_SHELL = re.compile(r"[;&|<>()]+|do")  # it ends a command
 
 
-class Parsed(Exception):
-    """The arguments of a prepare.py are right."""
-
-
 def code_of(page: Path) -> Iterator[str]:
     """Each line of code in a page, with the lines that a backslash or a quotation mark adds to it."""
     text = page.read_text(encoding="utf-8")
@@ -119,9 +115,9 @@ def check_prepare(program: str, words: list[str]):
 
     def parse_only(parser: Parser):
         parse_args(parser, words)
-        raise Parsed
+        raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Parser, "parse_args", parse_only)
         runpy.run_path(str(ROOT / program), run_name="prepare")["main"]()
 
