@@ -13,7 +13,6 @@ import pytest
 from helpers import ROOT, read_all
 from oracle import splitmix
 
-from data import corpus
 from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, train_bpe
 from data.writer import ShardWriter
@@ -36,11 +35,6 @@ def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
     default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2, "documents": "file"}
     default |= {"shards": 0, "pairs": None, "separator": ""}
     return argparse.Namespace(out=str(out), tokenizer=tokenizer, **default | flags)
-
-
-def prepare(flags: argparse.Namespace, files: list[str], documents: str = "file", **more) -> None:
-    vars(flags).update(documents=documents, **more)
-    corpus.prepare(flags, files)
 
 
 def write_set(folder, train=range(200), val=range(100, 150), tokenizer=None, **options) -> Path:

@@ -20,9 +20,10 @@ import pytest
 from helpers import ROOT, changes_until_killed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error, files_of, prepare, splits_of, texts, tokens_of, validates, write_set
+from preparing import args, error, files_of, splits_of, texts, tokens_of, validates, write_set
 
 from data import corpus, sources
+from data.corpus import prepare
 from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
@@ -79,7 +80,7 @@ def test_formats_equal_a_naive_loop(tmp_path, small, name, tokenizer):
         documents[::3] = [text + "\n" for text in documents[::3]]
     for i in range(3):  # b.x is read after a.x
         write_file(tmp_path / f"{'cab'[i]}_{name}", documents[[60, 0, 30][i] :][:30])
-    prepare(args(tmp_path / "out", tokenizer), sources.find_files([f"{tmp_path}/*_{name}"]), kind)
+    prepare(args(tmp_path / "out", tokenizer, documents=kind), sources.find_files([f"{tmp_path}/*_{name}"]))
     data = open_data(tmp_path / "out")
     assert splits_of(tmp_path / "out") == naive(documents, data.tokenizer, separator)
     val = sum(validates(i, 0.2) for i in range(90))
@@ -180,7 +181,7 @@ def test_bad_files_and_lines_are_named(tmp_path, monkeypatch, name, content, wor
     monkeypatch.setattr(sources, "LARGEST", 120_000)
     (tmp_path / name).write_bytes(content)
     for documents in kinds:
-        message = error(prepare, args(tmp_path / "out"), [str(tmp_path / name)], documents)
+        message = error(prepare, args(tmp_path / "out", documents=documents), [str(tmp_path / name)])
         assert words in message
         if "has more than" in words:
             assert ("--documents=line" in message) == (name == "a.txt")  # which has no effect on records
@@ -190,7 +191,8 @@ def test_bad_files_and_lines_are_named(tmp_path, monkeypatch, name, content, wor
 def test_both_splits_get_a_document(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
     for fraction, split in ((1e-9, "val"), (1 - 1e-9, "train")):
-        message = error(prepare, args(tmp_path / "out", val_fraction=fraction), [str(tmp_path / "a.txt")], "line")
+        flags = args(tmp_path / "out", val_fraction=fraction, documents="line")
+        message = error(prepare, flags, [str(tmp_path / "a.txt")])
         assert message.startswith(f"the split {split} has 0 tokens, and needs two; add text, cut it")
 
 
@@ -241,7 +243,8 @@ def test_a_single_text_by_default(tmp_path):
     text = "".join(f"line {i} {'word ' * (i % 7)}\n" for i in range(400))
     (tmp_path / "a.txt").write_text(text)
     for name, shards in ("out", 0), ("some", 3):
-        prepare(args(tmp_path / name, val_fraction=None, shard_tokens=500), [str(tmp_path / "a.txt")], shards=shards)
+        flags = args(tmp_path / name, val_fraction=None, shard_tokens=500, shards=shards)
+        prepare(flags, [str(tmp_path / "a.txt")])
     train, val = splits_of(tmp_path / "out").values()
     assert 0.1 * len(text) <= len(val) - 1 < 0.1 * len(text) + 50 and bytes(val[:5]) == b"line "
     assert splits_of(tmp_path / "some") == {"train": train[:1500], "val": val}
@@ -308,10 +311,10 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     file = tmp_path / "a.txt"
     file.write_text("\n<|endoftext|>\n".join(["a tale", "a story"] * 50))
     for kind in ("char", "byte"):  # char has no end-of-text of its own
-        prepare(args(tmp_path / "out", kind), [str(file)], "line")
+        prepare(args(tmp_path / "out", kind, documents="line"), [str(file)])
         said = capsys.readouterr().err
         assert "warning: 99 documents hold <|endoftext|>" in said and "pass --separator='<|endoftext|>'" in said
-    prepare(args(tmp_path / "out"), [str(file)], separator="<|endoftext|>")
+    prepare(args(tmp_path / "out", separator="<|endoftext|>"), [str(file)])
     val = open_data(tmp_path / "out").meta["splits"]["val"]["documents"]
     assert val == sum(validates(i, 0.2) for i in range(100))
     assert capsys.readouterr().err == f"note: {val} of {val} validation documents are training documents too\n"
@@ -319,7 +322,7 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     assert {*text.split("<|endoftext|>")} == {"", "a story", "a tale"}
     prompt_ids(ByteTokenizer(), "<|endoftext|>")
     assert "<|endoftext|> in the prompt is ordinary text" in capsys.readouterr().err
-    message = error(prepare, args(tmp_path / "out"), [str(file)], "line", separator="x")
+    message = error(prepare, args(tmp_path / "out", documents="line", separator="x"), [str(file)])
     assert message.startswith("separator='x' has no effect")
 
 
@@ -416,7 +419,7 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
 @pytest.mark.parametrize("shards", [1, 3, 1000])
 def test_number_of_shards(tmp_path, web, monkeypatch, shards):
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 5000)
-    prepare(args(tmp_path / "out"), web, shards=shards)
+    prepare(args(tmp_path / "out", shards=shards), web)
     n = 0
     while n < 120 and len(naive(WEB[:n], ByteTokenizer())["train"]) < shards * 1000:
         n += 1

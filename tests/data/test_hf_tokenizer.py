@@ -14,7 +14,7 @@ import transformers  # whose classes are loaded when they are asked for: a secon
 from helpers import ROOT, metrics, refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preparing import args, error, gpt2_of_other_merges, prepare, splits_of
+from preparing import args, error, gpt2_of_other_merges, splits_of
 from test_families import CHOICES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -401,7 +401,7 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     path, text = tmp_path / "model", tmp_path / "a.txt"
     shutil.copytree(folder("llama2"), path)
     text.write_text("".join(TEXTS))
-    prepare(args(tmp_path / "data", f"hf:{path}"), [str(text)], "line")
+    corpus.prepare(args(tmp_path / "data", f"hf:{path}", documents="line"), [str(text)])
     shutil.rmtree(path)
     data, (_, reference) = open_data(tmp_path / "data"), both(folder("llama2"))
     found = sum(splits_of(tmp_path / "data").values(), [])

@@ -53,11 +53,6 @@ def rows_of(batches) -> list[dict[str, list[int]]]:
     return found
 
 
-def take(loader: Loader, n: int) -> list[list[int]]:
-    """The windows of the next n causal batches."""
-    return [[*row["idx"], row["targets"][-1]] for row in take_rows(loader, n)]
-
-
 def test_permutation_looks_random():
     """Mean displacement n/3, no correlation between neighbours or keys; bounds are about five standard deviations."""
     n = 10_000
@@ -76,8 +71,9 @@ def test_each_epoch_visits_each_window_once(n, seed, epoch):
 
 
 def test_steps_of_different_sizes():
-    whole = take(Loader(stream_of(300), causal(8), 1, seed=4), 29)
-    a, b = (take(Loader(stream_of(300), causal(8), 2, iter([1, 3, 2, 9]), r, 2, 4, start=5), 6) for r in range(2))
+    whole = take_rows(Loader(stream_of(300), causal(8), 1, seed=4), 29)
+    ranks = [Loader(stream_of(300), causal(8), 2, iter([1, 3, 2, 9]), rank, 2, 4, start=5) for rank in range(2)]
+    a, b = (take_rows(loader, 6) for loader in ranks)
     assert whole[5:] == [*a[:2], *b[:2], *a[2:8], *b[2:8], *a[8:], *b[8:]]
 
 
