@@ -9,11 +9,13 @@ import shlex
 import signal
 import statistics
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers import ROOT, TINY, gone, losses, metrics, refused, until
-from ranks import start
+from ranks import begin, start
 from test_imports import MODULE, imports
 
 from configurator import parse
@@ -409,8 +411,15 @@ def test_quantiles_of_students_t():
 # ---- the real train.py
 
 
-def test_a_real_training(tiny_data, tmp_path, run):
-    """It equals a run that is started by hand."""
+def test_a_real_training(tiny_data, tmp_path, run, monkeypatch):
+    """It equals a run that is started by hand. Its process is forked, so that it need not import torch."""
+
+    def forked(argv: list[str], cwd: Path) -> nullcontext:
+        process = begin(argv[1:], tmp_path)
+        process.join()
+        return nullcontext(mock.Mock(failure=lambda: f"exit code {process.exitcode}" * bool(process.exitcode)))
+
+    monkeypatch.setattr(compare, "Child", forked)
     flags = [*FLAGS, "--learning_rate=1e-2", f"--dataset={tiny_data}"]
     main([f"--run={shlex.join(flags)}", f"--out={tmp_path / 'compared'}"])
     (row,) = json.loads((tmp_path / "compared" / "compare.json").read_text())["runs"]
