@@ -2,8 +2,7 @@
 
 TEXT has for each fault: its file, a path from the root, and which behaviour is wrong then; behind "- " what stands once
 in that file, and behind "+ " what takes its place; and pytest's arguments for the tests that see it. FAULTS holds them
-as tuples (file, old, new, what, tests). They were drafted from the code alone, before the tests were written that
-close the gaps that they found.
+as tuples (file, old, new, what, tests).
 """
 
 import re
