@@ -174,5 +174,4 @@ def test_out_is_a_name_or_a_path(monkeypatch, tmp_path):
         assert command.out_folder(name) == tmp_path / name
     assert command.out_folder("./mine") == Path("mine") and command.out_folder(f"{tmp_path}/x") == tmp_path / "x"
     for name in ("", " ", ".", ".."):
-        with pytest.raises(ValueError, match="with a /"):
-            command.out_folder(name)
+        assert "with a /" in error(command.out_folder, name)
