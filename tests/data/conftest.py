@@ -1,4 +1,3 @@
-import signal
 import sys
 
 import pytest
@@ -15,9 +14,8 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
+def call(monkeypatch, capsys, in_this_process):
     """call("text", *flags): the command in this process; returns (exit code, stdout, stderr)."""
-    handler = signal.getsignal(signal.SIGINT)
 
     def run(name: str, *flags: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags)])
@@ -26,5 +24,4 @@ def call(monkeypatch, capsys):
             command.run(load(name).main)
         return end.value.code, *capsys.readouterr()
 
-    yield run
-    signal.signal(signal.SIGINT, handler)
+    return run

@@ -149,7 +149,7 @@ WORDS = "def self x if not in for key value list of print while try with yield N
     (40, "char", "line"), (40, "byte", "file"), (700, "byte", "line"), (700, "bpe:300", "file"),
     (100_000, "char", "file"), (100_000, "byte", "line"),
 ])  # fmt: skip
-def test_the_next_command_trains(call, tmp_path, monkeypatch, in_this_process, size, tokenizer, documents):
+def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, documents):
     """Two steps of a smaller model; nothing else differs from what the command says."""
     rng = random.Random(0)
     lines = [" ".join(rng.choices(WORDS, k=6)) for _ in range(1 + size // 30)]
