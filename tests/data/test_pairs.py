@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, read_all, refused
+from helpers import IN_FLOAT64, TINY, distance, read_all, refused, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import args, error, load, validates, write_records
@@ -185,6 +185,15 @@ def test_the_order_is_that_of_the_samples_for_all_ranks_and_resumes(tmp_path, na
     n = count_windows(stream, 24)
     epochs = [str(row) for row in take_rows(Loader(stream, objective, 1), 2 * n)]
     assert epochs[:n] != epochs[n:] and {*epochs[:n]} == {*epochs[n:]} and len({*epochs}) == n
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_step_is_the_mean_over_all_its_targets(tmp_path, run, name):
+    """However many of them are in a micro-batch."""
+    flags = [f"--dataset={prepared(tmp_path)}", f"--objective={name}", "--block_size=24", "--max_iters=4", IN_FLOAT64]
+    whole = steps_of(run(*flags, "--batch_size=8", "--gradient_accumulation_steps=1", out="whole"))
+    halves = steps_of(run(*flags, "--batch_size=4", "--gradient_accumulation_steps=2", out="halves"))
+    assert distance(halves, whole) < 1e-9
 
 
 def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
