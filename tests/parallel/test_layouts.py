@@ -125,8 +125,10 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
     "meshes": (4, {
         "hsdp": (SIMPLIFIED, [*FSDP, "--dp_replicate=2"]),
         "fsdp+tp": ([*GATED, "--conv=4", *MUON, *SELECTED], LAYOUTS["fsdp+tp"]),
+        "fsdp+tp, gains": ([*OF_TP["values"], "--block=simplified", "--bias=True"], LAYOUTS["fsdp+tp"]),
         "fsdp+cp": (SIMPLIFIED, [*FSDP, "--cp=2", *TWO]),
         "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
+        "hsdp+ep": ([*EXPERTS, *MUON], [*FSDP, "--dp_replicate=2", "--ep=2"]),
         "ep+tp": ([*EXPERTS, *MUON], ["--ep=2", "--tp=2", *TWO]),
         "ep+cp": (EXPERTS, ["--ep=2", "--cp=2", *TWO]),
         "ep+pp": ([*EXPERTS, *MUON], ["--ep=2", "--pp=2"]),
