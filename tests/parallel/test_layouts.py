@@ -135,7 +135,7 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
     }),
     "pipelines": (4, {
         "fsdp+pp": (["--tie_weights=False", *SIMPLIFIED, *MUON], LAYOUTS["fsdp+pp"]),
-        "ddp+pp": (["--block=superblock", *RECOMPUTED, *MUON], ["--pp=2"]),
+        "ddp+pp": (["--block=superblock", *DOCUMENTS, "--doc_positions=True", *RECOMPUTED, *MUON], ["--pp=2"]),
         "pp+tp": ([*LAYERS, "--objective=masked", *LOSS, "--tie_weights=False", *MUON], ["--pp=2", "--tp=2", *TWO]),
         "pp+cp": ([*DOCUMENTS, "--pos=alibi", "--conv=4", *EXPERTS], ["--pp=2", "--cp=2", *TWO]),
         "fsdp+chunks": ([*GATED, *MUON, "--n_layer=5", *RECOMPUTED], [*FSDP, *CHUNKS]),
