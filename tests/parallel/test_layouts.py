@@ -385,8 +385,8 @@ MOVES = [  # processes, layout, sequences of a micro-batch, micro-batches of a s
 
 def test_a_run_moves_from_layout_to_layout(run, alone, many):
     """A step each on shards, experts, slices, stages and one process, divided in other ways, are those of one process
-    that nobody stops. The first of two layers is dense."""
-    common = [*GATED, *EXPERTS, *MUON, *HALVES, f"--lr_decay_iters={len(MOVES)}", IN_FLOAT64]
+    that nobody stops. The first of two layers is dense; the second has three experts for two shards."""
+    common = [*GATED, *EXPERTS, "--n_expert=6", *MUON, *HALVES, f"--lr_decay_iters={len(MOVES)}", IN_FLOAT64]
     for step, (processes, how, batch, accumulation) in enumerate(MOVES, 1):
         flags = [*SIZES, *common, f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}"]
         flags += [f"--max_iters={step}", *["--init_from=resume"] * (step > 1)]
