@@ -37,12 +37,13 @@ TINY = {
     "n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
     "gradient_accumulation_steps": 16, "dtype": "float32", "device": "cpu", "compile": False, "plan": True,
 }  # fmt: skip
+TWICE = {"gradient_accumulation_steps": 8}  # two micro-batches a rank of four: copies exchange behind the last alone
 LAYOUTS = [
     {"world_size": 4, "n_expert": 4, "ep": 2, "bias": True, "parallel": "fsdp", "fsdp_reshard": False},
     {"world_size": 8, "n_expert": 6, "ep": 2, "parallel": "fsdp", "dp_replicate": 2, "optimizer": "muon"},
     {"world_size": 8, "n_expert": 4, "ep": 4, "tp": 2, "parallel": "fsdp", "activation_checkpoint": "full"},
-    {"world_size": 4, "parallel": "fsdp", "fsdp_reshard": False, "tie_weights": False, "ema_decay": 0.9},
-    {"world_size": 4, "parallel": "fsdp", "dp_replicate": 2, "dtype": "bfloat16"},
+    {"world_size": 4, "parallel": "fsdp", "fsdp_reshard": False, "tie_weights": False, "ema_decay": 0.9, **TWICE},
+    {"world_size": 4, "parallel": "fsdp", "dp_replicate": 2, "dtype": "bfloat16", **TWICE},
     {"world_size": 6, "parallel": "fsdp", "n_embd": 60},
     {"world_size": 2, "tp": 2, "objective": "seq2seq", "block_size": 80},
     {"world_size": 2, "tp": 2, "activation_checkpoint": "selective"},
@@ -138,7 +139,7 @@ def backward(rank: ShardedModel, cfg: Config):
 def test_states_and_traffic_are_those_of_training(flags):
     """Of whatever ShardedModel and the optimizers do with groups of pretended ranks, by the sizes of the groups."""
     micro_steps = max(4, flags["world_size"] // flags.get("tp", 1))
-    cfg = config(gradient_accumulation_steps=micro_steps, **flags)
+    cfg = config(**{"gradient_accumulation_steps": micro_steps} | flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
         rank = ShardedModel(cfg, ranks)
         optimizer = optim.build(rank.model, cfg, rank)
