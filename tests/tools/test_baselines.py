@@ -127,6 +127,16 @@ def test_a_training_that_does_not_end_ends_the_search(formula, monkeypatch, tmp_
     assert "run 2: run out of memory; the same command tries it again" in error
 
 
+@pytest.mark.parametrize("table", baselines.TABLES)
+def test_variants_are_runs_of_equal_tokens(table):
+    options = baselines.BaselinesConfig(table=table)
+    for variant in baselines.TABLES[table]:
+        cfg = parse(Config, shlex.split(baselines.arguments(options, (variant, 0.02, 0.003), 450)))
+        assert cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size == 2048
+        assert (cfg.warmup_iters, cfg.cooldown_iters, cfg.optimizer) == (20, 150, "muon")
+        assert table == "blocks" or cfg.layer == variant.split()[0]
+
+
 def test_other_tables_search_but_leave_the_page_alone(formula, tmp_path):
     page, calls = baselines.PAGE.read_text(), formula[0]
     baselines.main([f"--out={tmp_path}", "--table=kinds", "--common=--n_layer=8"])
