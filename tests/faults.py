@@ -228,6 +228,14 @@ data/objective.py: Causal models learn the sources of pairs too.
   - targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]
   + targets = np.where(marks < PADDING, window.numpy(), -1)[:, 1:]
   tests/data/test_pairs.py::test_an_epoch_has_every_pair_once_and_whole
+data/objective.py: Micro-batches of pairs weigh alike, however many targets they have.
+  -     even = False
+  -
+  -     def __call__(self, window: Tensor, marks: np.ndarray)
+  +     even = True
+  +
+  +     def __call__(self, window: Tensor, marks: np.ndarray)
+  tests/data/test_pairs.py::test_a_step_is_the_mean_over_all_its_targets
 engine/parallel/sharded.py: The tied weight, which both ends of a pipeline have, is counted twice in the gradient norm.
   - (name not in self.counted_elsewhere) / math.sqrt(copies)
   + 1 / math.sqrt(copies)
