@@ -294,15 +294,14 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
         raise ValueError(f"{fact}; set learning_rate above 0")
     loads = load_biases(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied: once
-    others = defaultdict(list)  # by their highest learning rate
+    others = defaultdict(list)  # by their learning rates, relative to cfg.learning_rate
     for name, p in trained.items():
         if p not in hidden and p not in loads:
-            others[peak_lr(name, p, cfg)].append(p)
+            others[lr_ratio(name, p, cfg)].append(p)
     parts: dict = {}
-    for lr, params in others.items():
+    for ratio, params in others.items():
         groups = decay_groups(params, cfg.weight_decay, model)
-        ratio = 1.0 if lr == cfg.learning_rate else lr / cfg.learning_rate
-        parts[kind.rest(groups, lr, (cfg.beta1, cfg.beta2))] = ratio
+        parts[kind.rest(groups, ratio * cfg.learning_rate, (cfg.beta1, cfg.beta2))] = ratio
     if loads:
         parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if hidden:
@@ -314,9 +313,10 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     return Optimizer(parts)
 
 
-def peak_lr(name: str, p: nn.Parameter, cfg) -> float:
-    """The highest learning rate of a parameter that Muon does not train. Rates of their own go here, by name."""
-    return cfg.learning_rate
+def lr_ratio(name: str, p: nn.Parameter, cfg) -> float:
+    """The learning rate, relative to cfg.learning_rate, of a parameter that Muon does not train. Rates of some
+    parameters' own go here, by name."""
+    return 1.0
 
 
 def owners_of(model: nn.Module, hidden: dict, sharded: ShardedModel, dtype: torch.dtype) -> Owners:

@@ -77,5 +77,5 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         layers[kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots")] += 1
         if m.reader.slots == "own_slots":
             layers[kernel(Mask(False), queries, slots, False)] += 1
-    found = ", ".join(f"{kernel} ({n} layers)" for kernel, n in layers.items())
-    return found.replace("(1 layers)", "(1 layer)")
+    numbers = {kernel: "1 layer" if n == 1 else f"{n} layers" for kernel, n in layers.items()}
+    return ", ".join(f"{kernel} ({number})" for kernel, number in numbers.items())

@@ -86,7 +86,7 @@ class Rank:
     def __init__(self, cfg, size: int, device: torch.device = GPU):
         self.cfg = cfg = copy.copy(cfg)
         self.device = device
-        self.dtype = getattr(torch, cfg.dtype.replace("auto", "bfloat16"))
+        self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         self.size = self.dtype.itemsize
         cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, device, self.dtype)
         self.fsdp = cfg.parallel == "fsdp" and size > 1
