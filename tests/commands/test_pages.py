@@ -22,7 +22,6 @@ from engine.interchange.__main__ import ExportConfig
 from evaluate import EvaluateConfig
 from sample import SampleConfig
 from tools import bench
-from tools.baselines import BaselinesConfig
 from tools.child import words_of
 from tools.compare.trainings import CompareConfig
 from tools.curves import PlotConfig
@@ -131,7 +130,6 @@ CHECK = {
     "sample.py": flags_of(SampleConfig),
     "evaluate.py": flags_of(EvaluateConfig),
     "tools.lens": flags_of(LensConfig),
-    "tools.baselines": flags_of(BaselinesConfig),
     "tools.plot": lambda words: parse_positional(PlotConfig, words),
     "tools.compare": check_compare,
     "tools.bench": check_bench,

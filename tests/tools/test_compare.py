@@ -244,7 +244,7 @@ def test_a_run_that_fails(fake, capfd):
     "how, said", [("early", "it ended before its last step"), ("infinite", "its validation loss is not finite")]
 )
 def test_a_training_without_a_loss(how, said, fake):
-    """Its exit code is 0. baselines.py counts only the second kind as diverged."""
+    """The exit code of the training is 0."""
     (fake.folder / how).touch()
     assert fake() == 1 and (fake.out / "compare.md").read_text().count(f"seed 1 failed: {said}") == 2
 
