@@ -62,6 +62,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "limit": 0,
     "spike_action": "skip",
     "log_ranks": False,
+    "pp_chunks": 1,
     "on_save_error": "stop",
 }
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "score", "out", "against"}  # flags of files and folders
@@ -145,7 +146,6 @@ class Config(ModelConfig):
     cp: int = 1  # [>0] context parallel degree: each rank has two of 2 * cp pieces of every sequence
     ep: int = 1  # [>0] [n_expert>0] expert parallel degree: so many data-parallel ranks divide the experts
     pp: int = 1  # [>0] pipeline parallel degree: number of stages that the blocks are cut into (1F1B schedule)
-    pp_chunks: int = 1  # [>0] [pp>1] stages of each of the pp ranks, interleaved: the bubble is so many times shorter
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
     collective_timeout: int = 600  # [>0] seconds after which a rank gives up waiting for another
     # --- plan

@@ -1,19 +1,17 @@
-"""Pipeline parallelism: ranks have stages of the blocks, and micro-batches pass through the stages (1F1B).
+"""Pipeline parallelism: each rank has a stage of the blocks, and micro-batches pass through the stages (1F1B).
 
     check(cfg, n_micro)                                          # before the process group exists
-    keep_stages(model, rank, n_ranks, chunks)                    # before compilation, sharding and moves to a device
+    keep_stage(model, rank, n_ranks)                             # before compilation, sharding and moves to a device
     pipeline = Pipeline(model, cfg, ranks)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
     loss = pipeline.loss(batch)                                  # evaluation
 
-Every rank of a pipeline reads the same batches, and is idle for (n_ranks - 1) / (chunks n_micro + n_ranks - 1) of a
-step. With chunks > 1, a rank has so many stages, each n_ranks behind the one before (arXiv:2104.04473, section 2.2).
-The first stage also has the embedding, and the last stage the head.
+Every rank of a pipeline reads the same batches, and is idle for (n_ranks - 1) / (n_micro + n_ranks - 1) of a step. The
+first stage also has the embedding, and the last stage the head.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from engine.parallel.stages import layers
@@ -30,23 +28,22 @@ from model import Model, Shared, stream_dtype
 
 def check(cfg, n_micro: int):
     """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
-    ranks, or with chunks > 1 a multiple."""
+    ranks."""
     n = cfg.pp
     if cfg.objective == "seq2seq":
         raise ValueError(f"pp={n} cuts one stack of blocks, and objective=seq2seq has two; use tp")
     if cfg.value_residual:
         raise ValueError(f"pp={n} hands on only the stream, and value_residual=True hands on values; set pp=1")
-    if cfg.n_layer < n * cfg.pp_chunks:
-        fact = f"pp={n} times pp_chunks={cfg.pp_chunks} stages need a block each, and n_layer={cfg.n_layer}"
-        raise ValueError(f"{fact}; set pp or pp_chunks lower")
-    if n_micro < n or cfg.pp_chunks > 1 and n_micro % n:
+    if cfg.n_layer < n:
+        raise ValueError(f"pp={n} stages need a block each, and n_layer={cfg.n_layer}; set pp lower")
+    if n_micro < n:
         accumulation = cfg.gradient_accumulation_steps
-        need = f"pp={n} needs at least {n} micro-batches per step, and with pp_chunks a multiple"
         fact = f"gradient_accumulation_steps={accumulation} leaves {n_micro} to each pipeline"
-        raise ValueError(f"{need}; {fact}; set it to {accumulation * n // math.gcd(n_micro, n)}")
+        remedy = f"set it to {accumulation * n // math.gcd(n_micro, n)}"
+        raise ValueError(f"pp={n} needs at least {n} micro-batches per step; {fact}; {remedy}")
 
 
-def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[str]:
+def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
     """Remove from the model, in place, the parts that other ranks' stages own; the others keep their names. A tied
     weight stays on both ends. ValueError if layers exchange more than the stream. Returns the names of the parameters
     that another rank has too and counts."""
@@ -60,7 +57,7 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
         names = ", ".join(inputs.shared)
         raise ValueError(f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
     n_layer = model.cfg.n_layer
-    for layer in {*range(n_layer)}.difference(*layers(n_layer, rank, n_ranks, chunks)):
+    for layer in {*range(n_layer)}.difference(layers(n_layer, rank, n_ranks)):
         delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
     if rank > 0:
         model.pos = nn.Identity()
@@ -68,6 +65,7 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
     if rank < n_ranks - 1:
         model.norm = nn.Identity()
         model.head = nn.Identity()
+        model.loss = lambda x, targets: x
     if model.cfg.tie_weights and rank == n_ranks - 1:
         return {"wte.weight"}
     if rank > 0:
@@ -76,59 +74,49 @@ def keep_stages(model: Model, rank: int, n_ranks: int, chunks: int = 1) -> set[s
     return set()
 
 
-class Chunk(nn.Module):
-    """The part of a rank's model that is one of its stages, computed under autocast. x is idx in the first stage of the
-    pipeline and the stream (B, T, C) in others, and `batch` holds the arguments of Model.forward. The result is the
-    loss in the last stage and the stream in others."""
+class StageModel(nn.Module):
+    """A stage's part of the model, computed under autocast. x is idx in the first stage and the stream (B, T, C) in
+    others, and `batch` holds the arguments of Model.forward. The result is the loss in the last stage and the stream in
+    others."""
 
-    def __init__(self, model: Model, blocks: range, autocast: Callable):
+    def __init__(self, model: Model, autocast: Callable, first: bool):
         super().__init__()
         self.model = model
         self.autocast = autocast
-        self.blocks = nn.ModuleList(model.blocks.get_submodule(str(layer)) for layer in blocks)
-        self.first = blocks.start == 0
-        self.last = blocks.stop == model.cfg.n_layer
+        if not first:
+            model.embed = self.embed
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
-        part = object.__new__(type(self.model))  # the model with its hooks, but fewer modules
-        part.__dict__ = vars(self.model) | {"_modules": dict(self.model._modules)}
-        part.blocks = self.blocks
-        if not self.first:
-            part.embed = partial(self.embed, x)
-            part.first_norm = nn.Identity()
-        if not self.last:
-            part.loss = lambda x, targets: x
-            part.norm = nn.Identity()
+        self.received = x
         with self.autocast():
-            return part(**batch)
+            return self.model(**batch)
 
-    def embed(self, x: Tensor, idx: Tensor, start: int, docs: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
+    def embed(self, idx: Tensor, start: int, docs: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
+        x = self.received
         return x, self.model.positions(torch.arange(start, start + idx.size(1), device=x.device))
 
 
 class Stage(PipelineStage):
-    """A stage that lets FSDP reduce gradients from its last backward on. The schedule sees no FSDP in a Chunk."""
+    """A stage that lets FSDP reduce gradients in its last backward. The schedule sees no FSDP in a StageModel."""
 
     def backward_one_chunk(self, *args, last_backward: bool = False, **kwargs):
         if last_backward:
-            ends_step = self.stage_index < self.group_size  # the rank's first stage is the last one to go backwards
-            reduce_in_backward(True, self.submod.model, () if ends_step else self.submod.blocks)
+            reduce_in_backward(True, self.submod.model)
         super().backward_one_chunk(*args, last_backward=last_backward, **kwargs)
 
 
-def reduce_in_backward(on: bool, model: nn.Module, blocks: Iterable[nn.Module] = ()):
-    """Whether FSDP, if it wraps the model, reduces gradients and frees weights in the next backward: those of these
-    blocks, or all. Otherwise both stay whole."""
+def reduce_in_backward(on: bool, model: nn.Module):
+    """Whether FSDP, if it wraps the model, reduces gradients and frees weights in the next backward. Otherwise both
+    stay whole."""
     if isinstance(model, FSDPModule):
-        model.set_is_last_backward(on and not blocks)
-        for module in blocks or [model]:
-            module.set_requires_gradient_sync(on)
-            module.set_reshard_after_backward(on)
+        model.set_is_last_backward(on)
+        model.set_requires_gradient_sync(on)
+        model.set_reshard_after_backward(on)
 
 
 class Pipeline:
-    """This rank's stages of a pipeline, with the schedule of its micro-batches. The model is what keep_stages leaves;
-    it may be sharded by fully_shard. ranks is engine.parallel.ranks.Ranks."""
+    """This rank's stage of a pipeline, with the schedule of its micro-batches. The model is what keep_stage leaves; it
+    may be sharded by fully_shard. ranks is engine.parallel.ranks.Ranks."""
 
     def __init__(self, model: Model, cfg, ranks):
         self.model = model
@@ -136,6 +124,8 @@ class Pipeline:
         self.device = ranks.device
         self.rank = dist.get_rank(self.group)
         self.n_ranks = cfg.pp
+        self.first = self.rank == 0
+        self.last = self.rank == cfg.pp - 1
         self.length = cfg.block_size // (cfg.cp * cfg.tp)  # of the stream
         with ranks.autocast():
             self.dtype = stream_dtype(cfg, torch.empty(0, device=self.device))
@@ -144,22 +134,13 @@ class Pipeline:
             idx = torch.empty(cfg.batch_size, cfg.block_size // cfg.cp, dtype=torch.int64)
             stream = self.stream(cfg.batch_size, "meta").requires_grad_()
             loss = torch.empty((), requires_grad=True)
-        self.chunks = []
-        stages = []
-        for blocks in layers(cfg.n_layer, self.rank, cfg.pp, cfg.pp_chunks):
-            chunk = Chunk(model, blocks, ranks.autocast)
-            x = idx if chunk.first else stream
-            y = loss if chunk.last else stream
-            number = self.rank + cfg.pp * len(stages)
-            stages.append(Stage(chunk, number, cfg.pp * cfg.pp_chunks, self.device, x, y, group=self.group))
-            self.chunks.append(chunk)
+        x = idx if self.first else stream
+        y = loss if self.last else stream
+        self.part = StageModel(model, ranks.autocast, self.first)
+        stage = Stage(self.part, self.rank, cfg.pp, self.device, x, y, group=self.group)
         n_micro = cfg.gradient_accumulation_steps // ranks.data_size
         # scale_grads=True would divide the sum of all gradients at the end, instead of each loss.
-        options = {"n_microbatches": n_micro, "loss_fn": lambda loss, targets: loss / n_micro, "scale_grads": False}
-        if cfg.pp_chunks == 1:
-            self.schedule = Schedule1F1B(stages[0], **options)
-        else:
-            self.schedule = ScheduleInterleaved1F1B(stages, **options)
+        self.schedule = Schedule1F1B(stage, n_micro, lambda loss, targets: loss / n_micro, scale_grads=False)
         # NCCL connects a group in its first collective.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
@@ -177,7 +158,7 @@ class Pipeline:
             T = batch["docs"][0].size(1)
             batch["doc_starts"] = [F.pad(x, (0, n - x.size(1)), value=T) for x in batch["doc_starts"]]
         batch = {name: torch.cat(parts) for name, parts in batch.items()}  # the schedule splits it
-        args = (batch["idx"],) if self.rank == 0 else ()
+        args = (batch["idx"],) if self.first else ()
         losses: list[Tensor] = []
         reduce_in_backward(False, self.model)
         self.schedule.step(*args, target=batch["targets"], losses=losses, return_outputs=False, **batch)
@@ -187,7 +168,7 @@ class Pipeline:
     @torch.no_grad()
     def _sum_tied(self):
         """Add the gradients of embedding and head for a tied weight. Both ends get the same bits."""
-        if not self.model.cfg.tie_weights or self.rank not in (0, self.n_ranks - 1):
+        if not self.model.cfg.tie_weights or not (self.first or self.last):
             return
         mine = self.model.wte.weight.grad
         if isinstance(mine, DTensor):
@@ -203,11 +184,11 @@ class Pipeline:
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss of a batch of any size B; 0 before the last stage."""
         x = batch["idx"]
-        for chunk in self.chunks:
-            if not chunk.first:
-                x = self.stream(len(x), self.device)
-                dist.recv(x, group=self.group, group_src=(self.rank - 1) % self.n_ranks)
-            x = chunk(x, **batch)
-            if not chunk.last:
-                dist.send(x, group=self.group, group_dst=(self.rank + 1) % self.n_ranks)
-        return x if chunk.last else torch.zeros((), device=self.device)
+        if not self.first:
+            x = self.stream(len(x), self.device)
+            dist.recv(x, group=self.group, group_src=self.rank - 1)
+        x = self.part(x, **batch)
+        if self.last:
+            return x
+        dist.send(x, group=self.group, group_dst=self.rank + 1)
+        return torch.zeros((), device=self.device)

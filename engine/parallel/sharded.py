@@ -98,7 +98,7 @@ class ShardedModel:
 
             stage = mesh.get_local_rank("pp")
             self.has_loss = stage == cfg.pp - 1
-            self.counted_elsewhere = pipeline.keep_stages(self.model, stage, cfg.pp, cfg.pp_chunks)
+            self.counted_elsewhere = pipeline.keep_stage(self.model, stage, cfg.pp)
         if cfg.tp > 1:
             apply_tensor_parallel(self.model, mesh["tp"].get_group())
         if cfg.cp > 1:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -108,7 +107,7 @@ class Rank:
         self.lengths = objective_class(cfg)(*objective).lengths
         width = 4 if cfg.fp32_residual else self.size
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
-        self.n_layer = sum(map(len, stages.layers(cfg.n_layer, 0, cfg.pp, cfg.pp_chunks)))
+        self.n_layer = len(stages.layers(cfg.n_layer, 0, cfg.pp))
         self.memory = {}  # bytes by kind; total has those on the device at the worst moment, host those on the host
         self.model = skeleton(cfg)
         self.count_weights()
@@ -195,11 +194,10 @@ class Rank:
         self.send("tp", 4 * self.micro_steps * cfg.tp * sum(self.streams))
         self.send("muon", self.size * (self.held[Muon] + self.owned))
         if cfg.pp > 1:  # as a rank in the middle
-            self.traffic["pp"] = 2 * cfg.pp_chunks * self.micro_steps * self.streams[0]
+            self.traffic["pp"] = 2 * self.micro_steps * self.streams[0]
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
-        kept += sum(trace.kept for trace in traces) // cfg.pp_chunks
-        passes = stages.passes(0, cfg.pp, cfg.pp_chunks, self.micro_steps)
-        in_flight = max(accumulate(1 if forward else -1 for _, forward in passes))
+        kept += sum(trace.kept for trace in traces)
+        in_flight = min(cfg.pp, self.micro_steps)  # of the first rank
         self.take_memory(kept * in_flight, max(trace.peak - trace.kept for trace in traces))
 
     @contextmanager

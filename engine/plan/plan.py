@@ -74,7 +74,7 @@ class Plan(Rank):
         seconds = {
             "computation": compute,
             "traffic of tp, cp, ep, pp and Muon": rest,
-            "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / (cfg.pp_chunks * self.micro_steps),
+            "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / self.micro_steps,
             "traffic of data ranks, not hidden": data - hidden,
             "Muon's matmuls": self.muon_flops / speed,
         }

@@ -175,7 +175,7 @@ def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
     assert net(idx).isfinite().all()
     for stage in (0, 1):
         with pytest.raises(ValueError, match="^pp=2 hands on only .* a layer hands first to later layers; set pp=1$"):
-            pipeline.keep_stages(net, stage, 2)
+            pipeline.keep_stage(net, stage, 2)
 
 
 def mlp(cfg):

@@ -44,7 +44,6 @@ TWO = ["--gradient_accumulation_steps=2"]  # where all ranks read the same sampl
 HALVES = ["--eval_interval=1"]  # which saves in the middle, too
 FSDP = ["--parallel=fsdp"]
 MUON = ["--optimizer=muon"]
-CHUNKS = ["--pp=2", "--pp_chunks=2"]
 LAYOUTS = {
     "ddp": [],
     "fsdp": FSDP,
@@ -52,7 +51,6 @@ LAYOUTS = {
     "cp": ["--cp=2", *TWO],
     "pp": ["--pp=2", *TWO],
     "ep": ["--ep=2"],
-    "chunks": [*CHUNKS, *TWO],
     "fsdp+tp": [*FSDP, "--tp=2", *TWO],
     "fsdp+pp": [*FSDP, "--pp=2"],
 }
@@ -118,9 +116,9 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
         "pp, simplified": (SIMPLIFIED, LAYOUTS["pp"]),
         "ep": ([*EXPERTS, *MUON], LAYOUTS["ep"]),
         "fsdp+ep, kept": ([*EXPERTS, *MUON, *RECOMPUTED, "--fsdp_reshard=False"], [*FSDP, "--ep=2"]),
-        "chunks": ([*GATED, *MUON, "--n_layer=4"], LAYOUTS["chunks"]),
-        "chunks, layers": ([*LAYERS, "--n_layer=5", *SELECTED, "--ema_decay=0.9"], LAYOUTS["chunks"]),
-        "chunks, experts": ([*EXPERTS, *MUON, "--n_layer=6"], LAYOUTS["chunks"]),
+        "pp, llama": ([*GATED, *MUON, "--n_layer=4"], LAYOUTS["pp"]),
+        "pp, layers": ([*LAYERS, "--n_layer=5", *SELECTED, "--ema_decay=0.9"], LAYOUTS["pp"]),
+        "pp, experts": ([*EXPERTS, *MUON], LAYOUTS["pp"]),
     }),
     "meshes": (4, {
         "hsdp": (SIMPLIFIED, [*FSDP, "--dp_replicate=2"]),
@@ -138,8 +136,8 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
         "ddp+pp": (["--block=superblock", *DOCUMENTS, "--doc_positions=True", *RECOMPUTED, *MUON], ["--pp=2"]),
         "pp+tp": ([*LAYERS, "--objective=masked", *LOSS, "--tie_weights=False", *MUON], ["--pp=2", "--tp=2", *TWO]),
         "pp+cp": ([*DOCUMENTS, "--pos=alibi", "--conv=4", *EXPERTS], ["--pp=2", "--cp=2", *TWO]),
-        "fsdp+chunks": ([*GATED, *MUON, "--n_layer=5", *RECOMPUTED], [*FSDP, *CHUNKS]),
-        "four stages": ([*GATED, "--tie_weights=False", "--n_layer=9", "--doc_mask=True"], ["--pp=4", "--pp_chunks=2"]),
+        "fsdp+pp, llama": ([*GATED, *MUON, "--n_layer=5", *RECOMPUTED], LAYOUTS["fsdp+pp"]),
+        "four stages": ([*GATED, "--tie_weights=False", "--n_layer=5", "--doc_mask=True"], ["--pp=4"]),
     }),
 }  # fmt: skip
 NARROW = {"fsdp": ["20 steps"]}  # what is computed in float32 too, where no rounding changes a choice
@@ -399,9 +397,9 @@ def test_a_run_moves_from_layout_to_layout(run, alone, many):
 
 
 OF_RESUMED = dict.fromkeys(("fsdp", "cp", "pp"), ["--dropout=0.1"])
-OF_RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS], "chunks": ["--dropout=0.1", "--n_layer=4"]}
+OF_RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS]}
 
-RESUMED = ["ddp", "fsdp", "tp", "cp", "pp", "ep", "chunks"]
+RESUMED = ["ddp", "fsdp", "tp", "cp", "pp", "ep"]
 
 
 def test_the_same_layout_goes_on_digit_for_digit(many):
@@ -463,13 +461,11 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
         (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
         (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
         (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
-        (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp or pp_chunks lower"),
+        (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp lower"),
         (2, ["--batch_ramp=2:5,3:9"], "batch_ramp=2:5,3:9 is divided among the 2 .*; set multiples of 2"),
         (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp=4:9 does not go with pp=2, .* set pp=1"),
         (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs at least 2 micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
-        (2, CHUNKS, "pp=2 times pp_chunks=2 stages need a block each, and n_layer=2; .* pp_chunks lower"),
-        (2, [*CHUNKS, "--n_layer=4", "--gradient_accumulation_steps=3"], "a multiple; .* leaves 3 .* to 6"),
         (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not work with fsdp_offload=True"),
     ],
 )  # fmt: skip

@@ -29,10 +29,10 @@ LAYOUTS = {  # name -> (ranks, flags)
     "fsdp, empty shards": (3, [FSDP, "--n_embd=4", "--n_kv_head=1", "--n_head=2"]),
     "hsdp": (4, [FSDP, "--dp_replicate=2"]),
     "tp": (4, TP),
-    "chunks x fsdp": (4, [FSDP, "--pp=2", "--pp_chunks=2", "--n_layer=5"]),
+    "pp x fsdp": (4, [FSDP, "--pp=2", "--n_layer=5"]),
     "superblock, tp x fsdp": (4, [FSDP, "--tp=2", "--block=superblock", "--pos=rope"]),
 }
-RUNS = [(name, "float64") for name in LAYOUTS] + [(name, "bfloat16") for name in ("ddp", "chunks x fsdp")]
+RUNS = [(name, "float64") for name in LAYOUTS] + [(name, "bfloat16") for name in ("ddp", "pp x fsdp")]
 
 
 def config(flags: list[str], dtype: str = "float32") -> Config:

@@ -30,7 +30,6 @@ LAYOUTS = {  # name -> (flags, numbers of micro-batches of all ranks)
     "tp": (["--tp=2"], (2,)),
     "cp": (["--cp=2"], (1, 2)),
     "pp": (["--pp=2"], (2, 8)),
-    "chunks": (["--pp=2", "--pp_chunks=2", "--n_layer=4"], (8,)),
 }
 MASKED = ["--objective=masked"]
 
