@@ -63,6 +63,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "spike_action": "skip",
     "log_ranks": False,
     "pp_chunks": 1,
+    "fsdp_offload": False,
     "on_save_error": "stop",
 }
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "score", "out", "against"}  # flags of files and folders
@@ -140,7 +141,6 @@ class Config(ModelConfig):
     # --- ranks, of torchrun
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ddp: data-parallel ranks hold copies, fsdp: shards (FSDP2, ZeRO-3)
     fsdp_reshard: bool = True  # [parallel=fsdp] free a block's weights after its forward; False = ZeRO-2
-    fsdp_offload: bool = False  # [parallel=fsdp] weights, gradients and optimizer state in host memory
     dp_replicate: int = 1  # [>0] [parallel=fsdp] HSDP: number of groups of ranks, each with a complete set of shards
     tp: int = 1  # [>0] tensor parallel degree: cuts heads, hidden units and vocabulary; must divide n_kv_head
     cp: int = 1  # [>0] context parallel degree: each rank has two of 2 * cp pieces of every sequence

@@ -76,7 +76,7 @@ def test_the_flags_that_do_not_combine_are_those_of_the_table():
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").partition("| does not combine with |")[2]
     rows = [re.findall(r"`(--\w+=[\w.]+)`", line) for line in page.partition("\n\n")[0].splitlines()[2:]]
     listed = {frozenset((flag, other)) for flag, *others in rows for other in others}
-    of_fsdp = ["--fsdp_offload=True", "--fsdp_reshard=False", "--dp_replicate=2"]
+    of_fsdp = ["--fsdp_reshard=False", "--dp_replicate=2"]
     layout = ["--parallel=fsdp", *of_fsdp, "--tp=2", "--cp=2", "--pp=2", "--ep=2"]
     layout += ["--activation_checkpoint=selective", "--activation_checkpoint=full"]
     model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")

@@ -33,8 +33,6 @@ def check(cfg, ranks: int):
     if cfg.activation_checkpoint == "selective" and cfg.compile is not False:
         fact = f"activation_checkpoint=selective does not go with ep={n} and torch.compile"
         raise ValueError(f"{fact}; use full, or set compile=False")
-    if cfg.fsdp_offload:
-        raise ValueError(f"fsdp_offload=True does not go with ep={n}; set ep=1, or leave fsdp_offload out")
 
 
 class AllToAll(torch.autograd.Function):

@@ -29,14 +29,10 @@ def shard(model: Model, cfg, ranks: Ranks):
     (`kept_whole`): in bfloat16 they would move in steps of 2^-8. Experts that ranks divide are sharded over those with
     the same ones. Only blocks before the last one are freed after their forward, as the others are needed at once.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dims = ("replicate", "shard") if ranks.mesh["replicate"].size() > 1 else "shard"
-    options = {"mesh": ranks.mesh[dims], "reshard_after_forward": False}
-    if cfg.fsdp_offload:
-        options["offload_policy"] = CPUOffloadPolicy(ranks.device.type == "cuda")
-    else:
-        options["ignored_params"] = {*kept_whole(model)}
+    options = {"mesh": ranks.mesh[dims], "reshard_after_forward": False, "ignored_params": {*kept_whole(model)}}
     policy = MixedPrecisionPolicy()
     if ranks.dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=ranks.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

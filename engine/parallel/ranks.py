@@ -98,8 +98,6 @@ def check_layout(cfg, size: int):
         raise ValueError(f"batch_ramp={cfg.batch_ramp} does not go with pp={cfg.pp}, whose schedule is fixed; set pp=1")
     if any(n % data for n, _ in cfg.ramp):
         raise ValueError(f"batch_ramp={cfg.batch_ramp} is divided among {ranks}; set multiples of {data}")
-    if cfg.optimizer == "muon" and cfg.fsdp_offload:
-        raise ValueError("optimizer=muon does not work with fsdp_offload=True; use optimizer=adamw")
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:

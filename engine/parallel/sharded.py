@@ -130,8 +130,7 @@ class ShardedModel:
     def allocate(self, cfg):
         """Allocate the parameters, and make what calls the model: a pipeline's schedule, or DDP."""
         model, ranks = self.model, self.ranks
-        offloaded = self.fsdp and cfg.fsdp_offload
-        model.to_empty(device="cpu" if offloaded else ranks.device)
+        model.to_empty(device=ranks.device)
         model.tie()
         self.forward_model = model  # what computes a micro-batch's loss, perhaps with DDP around it
         if cfg.pp > 1:
@@ -151,9 +150,7 @@ class ShardedModel:
         self.loads = load_biases(self.model)
         self.divided = [named[name] for name in self.cut_by_ep]
         self.undivided = [p for name, p in named.items() if name not in self.cut_by_ep]
-        self.whole = []
-        if self.fsdp and not cfg.fsdp_offload:
-            self.whole = kept_whole(self.model)
+        self.whole = kept_whole(self.model) if self.fsdp else []
         whole = {*self.whole}
         self.shares = {}  # how the ranks share each parameter, see owners.cuts
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once

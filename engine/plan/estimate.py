@@ -108,7 +108,7 @@ class Rank:
         width = 4 if cfg.fp32_residual else self.size
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
         self.n_layer = len(stages.layers(cfg.n_layer, 0, cfg.pp))
-        self.memory = {}  # bytes by kind; total has those on the device at the worst moment, host those on the host
+        self.memory = {}  # bytes by kind; total has those at the worst moment
         self.model = skeleton(cfg)
         self.count_weights()
         vocab = cfg.vocab_rows // cfg.tp
@@ -280,8 +280,7 @@ class Rank:
         self.memory |= self.copies()
         self.memory["activations"] = activations
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
-        self.host = self.states if self.fsdp and self.cfg.fsdp_offload else 0
-        self.total = max(sum(self.memory.values()) + max(loss, backward), self.states + update) - self.host
+        self.total = max(sum(self.memory.values()) + max(loss, backward), self.states + update)
         self.memory |= {"logits and loss": loss, "backward of a block": backward, "update by Muon": update}
 
     def copies(self) -> dict[str, int]:

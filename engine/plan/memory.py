@@ -51,9 +51,7 @@ def need_of(rank: Rank, kind: str, training: bool) -> dict[str, float]:
     if training:
         states = rank.states
         activations = max(0, activations - rank.parameters)
-    if cfg.fsdp_offload:
-        states = 0  # on the device
-    elif cfg.pp > 1:
+    if cfg.pp > 1:
         states /= 2  # at least, as the rank may have one end of the model and fewer layers
     return {kind: states, "activations": activations}
 

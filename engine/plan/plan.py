@@ -29,7 +29,6 @@ PER_NODE = 8  # GPUs
 USABLE = 0.92  # share of the memory that a run can use; CUDA, NCCL and the allocator's gaps take the rest
 LINK = 0.8  # share of a link's bandwidth that collectives reach
 OVERLAP = 0.8  # share of the computation during which the traffic of FSDP and DDP can run
-HOST = 20e9  # bytes per second of a rank between GPU and host, and of the optimizer on the host
 RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, relative to one without recomputation
 
 
@@ -71,16 +70,13 @@ class Plan(Rank):
         hidden = OVERLAP * compute
         if not self.fsdp:  # DDP sends in the last backward only
             hidden *= 2 / 3 / self.micro_steps
-        seconds = {
+        return {
             "computation": compute,
             "traffic of tp, cp, ep, pp and Muon": rest,
             "bubble of the pipeline": (compute + rest) * (cfg.pp - 1) / self.micro_steps,
             "traffic of data ranks, not hidden": data - hidden,
             "Muon's matmuls": self.muon_flops / speed,
         }
-        if self.host:  # parameters go up for each gather, gradients down, and AdamW reads four numbers and writes three
-            seconds["offload to the host"] = (2 * self.micro_steps + 8) * self.memory["parameters"] / HOST
-        return seconds
 
 
 def report(plan: Plan) -> str:
@@ -104,7 +100,6 @@ def report(plan: Plan) -> str:
         "\nmemory of a rank in GiB",
         *(row(kind, n / 2**30) for kind, n in plan.memory.items() if n),
         row("at the worst moment", plan.total / 2**30, f"of {gpu.memory / 2**30:.0f}: {verdict}"),
-        row("on the host", plan.host / 2**30),
         "\ntraffic of a rank in a step in GB",
         *(row(kind, n / 1e9, f"{plan.sending[kind]:.3f} s") for kind, n in plan.traffic.items() if n),
         "\ntime of a step in seconds",

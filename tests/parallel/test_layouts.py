@@ -98,7 +98,7 @@ OF_FSDP = {
     "spikes": ["--spike_factor=1.01", "--max_iters=24", *TWO],  # which are looked for after 20 steps
     "llama, kept": [*GATED, *MUON, "--fsdp_reshard=False"],
     "ramp": ["--block=superblock", "--batch_ramp=2:1,6:3", "--max_iters=4", *MUON],
-    "offloaded": ["--fsdp_offload=True", *RECOMPUTED],
+    "recomputed": RECOMPUTED,
     "untied": ["--block=simplified", "--tie_weights=False", *SELECTED, "--n_layer=3", "--conv=4"],
     "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
     "groups": [*GROUPS, "--n_group=2", *MUON],
@@ -466,7 +466,6 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
         (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp=4:9 does not go with pp=2, .* set pp=1"),
         (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs at least 2 micro-batches"),
         (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
-        (2, [*FSDP, *MUON, "--fsdp_offload=True"], "optimizer=muon does not work with fsdp_offload=True"),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused_by_name(ranks, flags, said):
