@@ -53,6 +53,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "router_z_loss": 0.0,
     "moe_pattern": "",
     "label_smoothing": 0.0,
+    "z_loss": 0.0,
     "router_balance=loss": "router_balance=bias, or none",
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {

@@ -109,7 +109,6 @@ class ModelConfig(LayerFlags):
     doc_positions: bool = False  # [doc_mask=True and pos=learned|sinusoidal] positions count from each document's start
     # --- model: loss
     logit_softcap: float = 0.0  # c tanh(logits / c), 0 = off
-    z_loss: float = 0.0  # [<65536] factor of the mean squared log-sum-exp of the logits (arXiv:2204.02311); 0 = off
     loss_chunk: int = 0  # most tokens whose logits exist at once in the loss; 0 = 128 MiB of float32, on a GPU 1 GiB
 
     @property
@@ -1316,7 +1315,7 @@ class Model(Stack):
         x = x.flatten(0, 1)  # (N, C)
         targets = targets.flatten()
         weight = self.head_weight()
-        total = ops.cross_entropy(x, weight, targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss, cfg.z_loss)
+        total = ops.cross_entropy(x, weight, targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss)
         return self.mean(total, targets)
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:

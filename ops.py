@@ -621,27 +621,18 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
 # Loss
 
 
-def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None, z_loss=0.0
-) -> Tensor:
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk=0, of_chunk=None) -> Tensor:
     """Sum of -log softmax(cap(x W^T))[target] over targets >= 0, in nats: x (N, C), W (V, C), targets (N,).
 
     Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
-    compiled. The gradient alone has z_loss times the sum of (log of the softmax's normaliser)^2 (arXiv:2204.02311,
-    section 5).
+    compiled.
     """
     rows = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
     if len(x) <= rows and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight)), softcap)
-        total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-        if z_loss:
-            z = z_loss * (logits.logsumexp(-1).square() * (targets >= 0)).sum()
-            total = total + (z - z.detach())
-        return total
-    of_chunk = of_chunk or chunk_loss
-    if z_loss:
-        of_chunk = partial(of_chunk, z_loss=z_loss)
-    return ChunkedCrossEntropy.apply(x, weight, targets, (softcap, rows, of_chunk, torch.is_grad_enabled()))
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    options = softcap, rows, of_chunk or chunk_loss, torch.is_grad_enabled()
+    return ChunkedCrossEntropy.apply(x, weight, targets, options)
 
 
 def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
@@ -679,9 +670,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
         out.copy_(a @ b)
 
 
-def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor | None]:
+def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """(sum of cross entropies over targets >= 0, its gradient for the logits or None); logits (N, V), targets (N,)."""
     valid = (targets >= 0)[:, None]
     index = targets.clamp(min=0)[:, None]
@@ -690,11 +679,7 @@ def chunk_loss(
     total = -(log_p.gather(1, index) * valid).sum()
     if not gradient:
         return total, None
-    if z_loss:
-        log_normaliser = z.amax(-1, keepdim=True) - log_p.amax(-1, keepdim=True)  # z - log_p, in every column
-        p = log_p.exp_().mul_(1 + 2 * z_loss * log_normaliser)
-    else:
-        p = log_p.exp_()
+    p = log_p.exp_()
     if torch.compiler.is_compiling():  # this form fuses; a scatter would write p to memory first
         p = p - (torch.arange(z.size(1), device=z.device) == index).to(p.dtype)
     else:

@@ -194,7 +194,7 @@ FAMILIES = {
 
 # Flags that only matter in training, and two that others say
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
-FREE |= {"attention", "window", "z_loss", "init_std"}
+FREE |= {"attention", "window", "init_std"}
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:

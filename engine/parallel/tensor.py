@@ -208,8 +208,7 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     cfg = model.cfg
     weight = model.head.weight
     chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(weight), x.device))
-    of_chunk = partial(model.chunk_loss, z_loss=cfg.z_loss)
-    options = cfg.logit_softcap, chunk, of_chunk, torch.is_grad_enabled()
+    options = cfg.logit_softcap, chunk, model.chunk_loss, torch.is_grad_enabled()
     return model.mean(ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), options), targets)
 
 
@@ -217,9 +216,7 @@ def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
     """ops.chunk_loss for logits (N, V/n) whose columns are cut over the ranks; those from vocab_size on are padding.
     Ranks exchange three numbers per token. Compiled, it takes two large kernels."""
 
-    def chunk_loss(
-        logits: Tensor, targets: Tensor, softcap: float, gradient: bool, z_loss: float = 0.0
-    ) -> tuple[Tensor, Tensor | None]:
+    def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
         n = logits.size(1)
         first = dist.get_rank(group) * n
         valid = (targets >= 0)[:, None]
@@ -244,8 +241,6 @@ def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:
         if not gradient:
             return total, None
         p = z.sub(log_normaliser).exp_()
-        if z_loss:
-            p = p.mul_(1 + 2 * z_loss * log_normaliser)
         if torch.compiler.is_compiling():  # see ops.chunk_loss
             p = p - ((torch.arange(n, device=z.device) == index) & here).to(p.dtype)
         else:

@@ -13,7 +13,7 @@ from model import Model, ModelConfig
 
 S = 11  # tokens of a source
 KINDS = get_type_hints(ModelConfig)
-NO_RESULT = {"loss_chunk", "z_loss"}  # that change memory or gradients alone
+NO_RESULT = {"loss_chunk"}  # that changes memory alone
 PROBES = {"n_kv_head": [1, 2], "n_encoder_layer": [1, 3], "pos_pattern": ["N"]}  # values beside those of the grid
 
 

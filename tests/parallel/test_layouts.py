@@ -64,7 +64,7 @@ EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
 FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split()
-LOSS = "--z_loss=0.1 --logit_softcap=5.0".split()
+LOSS = ["--logit_softcap=5.0"]
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 RECOMPUTED, SELECTED = ["--activation_checkpoint=full"], ["--activation_checkpoint=selective"]
 SPANS = "--objective=seq2seq --corrupt_ratio=0.25 --span_length=1.0".split()

@@ -213,7 +213,7 @@ def most_allocated(f) -> int:
 def gpu_loss(monkeypatch):
     """The loss as a GPU computes it, and so the plan counts it: also that of few tokens in a chunk."""
 
-    def cross_entropy(x, weight, targets, softcap, chunk, of_chunk, z_loss):
+    def cross_entropy(x, weight, targets, softcap, chunk, of_chunk):
         rows = ops.equal_rows(len(x), ops.rows_at_once(chunk, len(weight), torch.device("cuda")))
         return ops.ChunkedCrossEntropy.apply(x, weight, targets, (softcap, rows, of_chunk, True))
 
@@ -259,7 +259,7 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
         if cfg.activation_checkpoint != "none":
             recompute(block, cfg.activation_checkpoint)
     if cfg.compile:
-        model.chunk_loss = lambda logits, *_, **terms: (logits.sum(), torch.zeros_like(logits))  # it keeps its results
+        model.chunk_loss = lambda logits, *_: (logits.sum(), torch.zeros_like(logits))  # it keeps its results
 
     def step():
         with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
