@@ -208,8 +208,6 @@ class Run:
                 print(evaluation_text(*figures))
             with user_errors():
                 self.metrics.evaluation(*figures, is_best)
-                if self.evaluation.writes_texts:
-                    self.metrics.sample(self.step, self.evaluation.text)
         return is_best
 
     def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:

@@ -1,9 +1,7 @@
-"""The losses of a run on both splits, the loss of any batches, and a sample of text."""
+"""The losses of a run on both splits, and the loss of any batches."""
 
 import math
-import time
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,7 +11,6 @@ from data.dataset import DataSet, TokenStream
 from data.errors import data_errors_end_the_run
 from data.loader import count_windows, eval_batches
 from data.objective import Objective
-from engine.decode import generate
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.stop_signal import StopSignal
@@ -53,8 +50,7 @@ def mean_loss(
 
 
 class Evaluation:
-    """Evaluates a run on both splits of its data. Every rank makes one and calls the same methods. `writes_texts` says
-    whether `text` can be called: a rank must have all weights, and whole sequences."""
+    """Evaluates a run on both splits of its data. Every rank makes one and calls the same methods."""
 
     def __init__(
         self, cfg, data: DataSet, streams: dict[str, TokenStream], objective: Objective, sharded: ShardedModel
@@ -62,11 +58,8 @@ class Evaluation:
         self.cfg = cfg
         self.objective = objective
         self.sharded = sharded
-        self.tokenizer = data.tokenizer
         self.streams = streams  # of train and val
         self.token_bytes, self.why_no_bytes = byte_lengths(cfg, data, sharded.ranks)
-        whole = not (sharded.divides or cfg.cp > 1)
-        self.writes_texts = cfg.objective == "causal" and self.token_bytes is not None and whole
 
     def losses(self, stop: StopSignal) -> tuple[Loss, Loss] | None:
         """The losses on train and val, over cfg.eval_iters batches of all ranks together; 0 means the whole validation
@@ -86,32 +79,6 @@ class Evaluation:
             ranks.device,
         )  # fmt: skip
         return mean_loss(self.sharded, batches, self.token_bytes, stop)
-
-    def text(self, seconds: float) -> str:
-        """The first 32 tokens of the validation set and the 128 that a causal model continues them with, or those that
-        it writes in so many seconds, but at least one. They are drawn at temperature 0.8, from random numbers of their
-        own."""
-        ranks, model = self.sharded.ranks, self.sharded.model
-        stream = self.streams["val"]
-        start = stream.read(0, min(32, self.cfg.block_size, len(stream)))
-        own = torch.Generator(ranks.device).manual_seed(0)
-
-        def draw(logits: Tensor) -> Tensor:
-            p = torch.softmax(logits[:, : self.tokenizer.vocab_size] / 0.8, dim=-1)
-            return torch.multinomial(p, 1, generator=own)[:, 0]
-
-        ids = start.tolist()
-        end = time.perf_counter() + seconds
-        model.eval()
-        try:
-            with ranks.autocast(), torch.compiler.set_stance("force_eager") if ranks.compile else nullcontext():
-                for token in generate(model, torch.from_numpy(start[None]).to(ranks.device), 128, draw):
-                    ids.append(token.item())
-                    if time.perf_counter() > end:
-                        break
-        finally:
-            model.train()
-        return self.tokenizer.decode(ids)
 
 
 def byte_lengths(cfg, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:

@@ -17,7 +17,6 @@ import shlex
 import signal
 import socket
 import sys
-import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -95,12 +94,6 @@ class Events:
     def scalars(self, step: int, figures: dict):
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in figures.items()]
         self.write(step=step, summary=self.Summary(value=values))
-
-    def text(self, step: int, tag: str, text: str):
-        """Writes a text for the page TEXT, indented because this page reads Markdown."""
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        self.write(step=step, summary=text_pb(tag, textwrap.indent(text, "    ", lambda line: True)))
 
     def write(self, **event):
         self.records.write(self.Event(wall_time=time.time(), **event).SerializeToString())
@@ -199,7 +192,7 @@ class Silent:
     def log(self, *args, **figures):
         """Does nothing."""
 
-    norms = evaluation = sample = say = end = close = log
+    norms = evaluation = say = end = close = log
 
     def paused(self) -> AbstractContextManager:
         return nullcontext()
@@ -229,10 +222,8 @@ class Metrics(Silent):
         if cfg.wandb_log:
             self.loggers.append(Wandb(folder, cfg))
         self.console = Console(cfg.max_iters)
-        self.writes_texts = True
         self.started = time.perf_counter()
         self.since = self.started  # start of the interval to the next log
-        self.sampled = self.started  # end of the last sample
 
     def log(self, step: int, loss: float, lr: float, grad_norm: float, tokens: int, progress: dict[str, Any]):
         """Logs step `step`: loss in nats; `tokens` since the start, and figures of the progress, such as the epoch."""
@@ -271,16 +262,6 @@ class Metrics(Silent):
     def norms(self, step: int, norms: dict[str, float]):
         """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""
         self.to_loggers("scalars", step, norms)
-
-    def sample(self, step: int, write_text: Callable[[float], str]):
-        """Logs the text of write_text(seconds) in TensorBoard only. It ends its text after so many seconds, which are a
-        hundredth of the time since the last sample, or since the start."""
-        if self.writes_texts:
-            seconds = (time.perf_counter() - self.sampled) / 100
-            self.writes_texts = tried(
-                "the text of an evaluation", lambda: self.events.text(step, "eval/sample", write_text(seconds))
-            )
-            self.sampled = time.perf_counter()
 
     @contextmanager
     def paused(self):

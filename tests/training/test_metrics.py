@@ -149,28 +149,14 @@ def from_jsonl(folder):
     return expected
 
 
-def test_tensorboard_shows_norms_texts_and_flags(tmp_path, monkeypatch):
-    """On its pages of scalars, texts and hyperparameters."""
-    clock, granted = [100.0], []
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
-    def write_text(seconds: float) -> str:
-        granted.append(seconds)
-        clock[0] += 7
-        return "def f():\n\n    pass"
-
+def test_tensorboard_shows_norms_and_flags(tmp_path):
+    """On its pages of scalars and hyperparameters."""
     metrics = open_metrics(tmp_path)
     for step in (10, 20):
         metrics.norms(step, {"grad_norm/wte": step / 10})
-        clock[0] += 300
-        metrics.sample(step, write_text)
     metrics.close()
-    assert granted == [3, 3] and lines(tmp_path) == []  # a hundredth of the time since the last text
     reader = EventAccumulator(str(tmp_path)).Reload()
-    assert scalars(tmp_path) == {"grad_norm/wte": [(10, 1.0), (20, 2.0)]}
-    texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in reader.Tensors("eval/sample")]
-    assert texts == [(step, "    def f():\n    \n        pass") for step in (10, 20)]  # Markdown: code
-    assert list(reader.PluginTagToContent("text")) == ["eval/sample"]
+    assert scalars(tmp_path) == {"grad_norm/wte": [(10, 1.0), (20, 2.0)]} and lines(tmp_path) == []
     pages = reader.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(pages[metadata.SESSION_START_INFO_TAG]).hparams
     flags = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
@@ -308,18 +294,17 @@ def floats(row: dict, prefix: str = "") -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["log", "finish"])
 def test_nothing_decorative_ends_a_run(run, monkeypatch, capsys, name):
-    """A logger or a text that fails is left out with one line; figures and random numbers are as without."""
+    """A logger that fails is left out with one line; figures and random numbers are as without."""
     flags = ["--dropout=0.1", "--max_iters=6", "--eval_interval=3"]
     plain = run(*flags, out="plain")
     fail = Mock(side_effect=RuntimeError("planted\nfailure"))
     logger = SimpleNamespace(**{"log": lambda *_, **__: None, "finish": print} | {name: fail})
     pretend_wandb(monkeypatch, lambda **options: logger)
     monkeypatch.setattr(engine.metrics.Events, "scalars", fail)
-    monkeypatch.setattr(engine.evaluation.Evaluation, "text", fail)
     capsys.readouterr()
     assert losses(run(*flags, "--wandb_log=True", out="broken")) == losses(plain)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(line.startswith("warning: ") and "planted failure" in line for line in lines), lines
+    assert len(lines) == 2 and all(line.startswith("warning: ") and "planted failure" in line for line in lines), lines
 
 
 @pytest.mark.interop
