@@ -60,6 +60,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "num_beams": 1,
     "length_penalty": 1.0,
     "tasks": "",
+    "score": "",
     "limit": 0,
     "spike_action": "skip",
     "log_ranks": False,
@@ -67,7 +68,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "fsdp_offload": False,
     "on_save_error": "stop",
 }
-PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "score", "out", "against"}  # flags of files and folders
+PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
 OPERATORS = {

@@ -5,16 +5,12 @@
     python sample.py --out_dir=out/x --start=FILE:prompt.txt --temperature=0
     python sample.py --out_dir=out/x/step_00001000 --top_p=0.95 --stop=$'\\n\\n'
     python sample.py --out_dir=nanogpt:ckpt.pt --start="To be"       # nanoGPT's weights; also hf:DIR, Hugging Face's
-    python sample.py --out_dir=out/x --score=text.txt                # the log-probability of each token of a text
     python sample.py --out_dir=out/bert --start="def f_____(self):" --blank=_            # masked: a token each
     python sample.py --out_dir=out/t5 --start="for <mask> in range(<mask>):"             # seq2seq: a span each
     python sample.py --out_dir=out/numbers_seq2seq --start="forty-two"                   # seq2seq of pairs: the target
 
 The logits are divided by the temperature, then top_k, top_p and min_p in this order each remove tokens, as in Hugging
 Face's generate. Samples go to stdout, everything else to stderr; on a terminal the first one appears while it is made.
-
---score prints a JSON object for each token of a text: its id, its text, its log-probability in nats given the tokens
-before it (null for the first one), and the number of bytes before it. Its context has at least half of block_size.
 """
 
 import signal
@@ -26,14 +22,12 @@ if __name__ == "__main__":
 
     limit_spinning()
 
-import json
-import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +42,7 @@ from engine.checkpoint import weights
 from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory
-from engine.text import LARGEST_PROMPT, Sample, prompt_ids, read_prompt, read_text, token_logprobs
+from engine.text import Sample, prompt_ids, read_prompt
 from flags import Flags
 from model import Model
 
@@ -68,19 +62,18 @@ class SampleConfig(Flags):
 
     # --- sample
     out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
-    start: str = ""  # [score=''] the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
-    blank: str = "<mask>"  # [score=''] text in the prompt that marks a missing token (masked) or span (seq2seq)
-    num_samples: int = 1  # [>0] [score=''] samples of the same prompt, generated in one batch
-    max_new_tokens: int = 500  # [>0] [score=''] largest length of a sample; end-of-text or `stop` ends it earlier
-    stop: str = ""  # [score=''] text before which a sample ends; empty = only end-of-text ends it
-    overflow: Literal["recompute", "roll"] = "recompute"  # [score=''] beyond block_size
-    seed: int = 1337  # [score=''] the same seed gives the same samples
-    score: str = ""  # text file: print the log-probability of each of its tokens as JSON lines, and generate nothing
+    start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
+    blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
+    num_samples: int = 1  # [>0] samples of the same prompt, generated in one batch
+    max_new_tokens: int = 500  # [>0] largest length of a sample; end-of-text or `stop` ends it earlier
+    stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
+    overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size
+    seed: int = 1337  # the same seed gives the same samples
     # --- distribution
-    temperature: float = 0.8  # [score=''] 0 = the most likely token, which is usual for targets; above 1 flatter
-    top_k: int = 200  # [score=''] keeps the k most likely tokens, 0 = all
-    top_p: float = 1.0  # [>0] [<=1] [score=''] keeps the most likely tokens of this total (arXiv:1904.09751)
-    min_p: float = 0.0  # [<=1] [score=''] least share of the largest probability (arXiv:2407.01082)
+    temperature: float = 0.8  # 0 = the most likely token, which is usual for targets; above 1 flatter
+    top_k: int = 200  # keeps the k most likely tokens, 0 = all
+    top_p: float = 1.0  # [>0] [<=1] keeps the most likely tokens of this total (arXiv:1904.09751)
+    min_p: float = 0.0  # [<=1] least share of the largest probability (arXiv:2407.01082)
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
@@ -128,8 +121,6 @@ def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, To
 
 def check_flags(cfg: SampleConfig, kind: str, flags: Config):
     """ValueError for a flag that the model does not allow. `kind` is the objective, or target."""
-    if cfg.score and flags.objective != "causal":
-        raise ValueError(f"score={cfg.score} needs a model of objective=causal, and this is {flags.objective}")
     for name in cfg.sources.keys() & UNUSED[kind]:
         raise ValueError(
             f"{name}={getattr(cfg, name)} has no effect on a model of objective={flags.objective}; omit it"
@@ -244,35 +235,14 @@ def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
     return len(written) * len(source)
 
 
-def score_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, text: str, idx: Tensor, choose: Chooser):
-    """Prints the log-probability of each token of the text, idx (1, N), as a JSON object on a line of its own."""
-    first = len(tokenizer.prefix)
-    place = 0
-    decode = tokenizer.decode
-    scores = islice(chain([math.nan], token_logprobs(model, idx[0])), first, None)
-    for token, logprob in zip(idx[0, first:].tolist(), scores, strict=True):
-        known = logprob if math.isfinite(logprob) else None  # JSON has no nan and inf
-        print(json.dumps({"token": token, "text": decode([token]), "logprob": known, "byte": place}))
-        stripped = len(tokenizer.decode_rest([token])) - len(decode([token]))  # SentencePiece's blank before a text
-        place += len(tokenizer.token_bytes[token]) - stripped
-        decode = tokenizer.decode_rest
-    return idx.size(1)
-
-
-# objective, target or score -> a function that prints samples, and returns the number of tokens of all together
-SAMPLER = {
-    "causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "target": continue_text, "score": score_text
-}  # fmt: skip
+# objective or target -> a function that prints samples, and returns the number of tokens of all together
+SAMPLER = {"causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans, "target": continue_text}
 
 
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(SampleConfig, argv, doc=__doc__)
-        if cfg.score:
-            text = read_text("score", cfg.score, LARGEST_PROMPT)
-            require(text, f"score={cfg.score} is empty; give a file with text")
-        else:
-            text = read_prompt(cfg.start)
+        prompt = read_prompt(cfg.start)
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
         path, model, tokenizer = load(cfg, device)
@@ -280,16 +250,16 @@ def main(argv: list[str] | None = None):
         check_flags(cfg, kind, model.cfg)
         if kind == "target" and "temperature" not in cfg.sources:
             cfg.temperature = 0.0
-        ids = read_ids(cfg, kind, model.cfg, tokenizer, text)
+        ids = read_ids(cfg, kind, model.cfg, tokenizer, prompt)
         own = model.cfg.vocab_size
-        require(max(ids) < own, f"the text has token id {max(ids)}, and the model has {own}; see to its tokenizer")
+        require(max(ids) < own, f"the prompt has token id {max(ids)}, and the model has {own}; see to its tokenizer")
         idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
         generator = torch.Generator(device).manual_seed(cfg.seed)
         sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
         started = time.perf_counter()
-        sampler = SAMPLER["score" if cfg.score else kind]
+        choose_next = partial(choose, cfg=cfg, generator=generator)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            n_tokens = sampler(cfg, model, tokenizer, text, idx, partial(choose, cfg=cfg, generator=generator))
+            n_tokens = SAMPLER[kind](cfg, model, tokenizer, prompt, idx, choose_next)
         sys.stdout.flush()  # if it fails, the error is the only output
         seconds = time.perf_counter() - started
         said = f"{path}, {model.n_params():,} parameters, on {device}: {n_tokens} tokens in {seconds:.2f} s"

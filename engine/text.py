@@ -1,4 +1,4 @@
-"""A text as a model reads and writes it: prompts, files, their windows and log-probabilities, and samples."""
+"""A text as a model reads and writes it: prompts, files and their windows, and samples."""
 
 import codecs
 from collections.abc import Iterator
@@ -11,10 +11,8 @@ from torch import Tensor
 from data.errors import one_line, printable, say
 from data.files import decoded, read_file
 from data.tokenizer import Tokenizer
-from model import Model
-from ops import rows_at_once
 
-LARGEST_PROMPT = 2**24  # bytes of a file with a prompt, or with a text to score
+LARGEST_PROMPT = 2**24  # bytes of a file with a prompt
 
 
 def read_text(flag: str, value: str, most: int) -> str:
@@ -58,25 +56,6 @@ def text_batches(
     for number, (idx, targets) in enumerate(windows):
         if number % data_size == data_rank:
             yield {"idx": idx.clamp(min=0).to(device), "targets": targets.to(device)}
-
-
-@torch.inference_mode()
-def token_logprobs(model: Model, ids: Tensor) -> Iterator[float]:
-    """The log-probabilities, in nats, of ids[1], ids[2], ..., each given the ids before it; ids (N,). Within block_size
-    the context of a token is the whole text before it. Beyond, windows of block_size inputs overlap by half, so the
-    context has at least half of block_size tokens."""
-    limit = model.cfg.block_size
-    N = len(ids) - 1
-    chunk = rows_at_once(model.cfg.loss_chunk, model.cfg.vocab_size, ids.device)
-    start = 0  # inputs before the window
-    done = 0  # targets that have their log-probability
-    while done < N:
-        end = min(start + limit, N)
-        x = model.hidden(ids[None, start:end])[0, done - start :]  # (T, C)
-        for part, targets in zip(x.split(chunk), ids[done + 1 : end + 1].split(chunk), strict=True):
-            yield from model.logits(part).log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
-        start += max(1, limit // 2)
-        done = end
 
 
 class Sample:

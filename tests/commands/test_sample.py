@@ -1,7 +1,6 @@
 """Sampling: filters compared with explicit sets, text with uncached forwards, streamed text with complete text."""
 
 import io
-import json
 import os
 import signal
 import sys
@@ -12,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY, refused
-from preparing import write_text
 from ranks import begin, launch, train_runs
 
-import evaluate
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.decode import generate
@@ -262,43 +259,6 @@ def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGPIPE and "Error" not in (tmp_path / "stderr").read_text()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["causal", "wide"])
-def test_scores_equal_log_softmax_of_the_logits(say, runs, tmp_path, name):
-    """Up to block_size + 1 = 17 tokens the context is the whole text; then each window adds 8 tokens to it."""
-    model = load(runs / name)[1].double()
-    for length in (1, 17, 18, 70):
-        text = ("the café sat\r\non a mat. " * 5).encode()[:length]
-        text = text[:-1] + b"x" if text[-1] > 127 else text
-        (tmp_path / "text.txt").write_bytes(text)
-        lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=name).splitlines()]
-        assert [line["token"] for line in lines] == list(text)
-        assert [line["byte"] for line in lines] == list(range(length))
-        assert [line["text"] for line in lines] == [bytes([b]).decode("utf-8", "replace") for b in text]
-        expected, ids = [None], torch.tensor(list(text))
-        for i in range(1, length):  # the inputs from a multiple of 8 on, of which there are at most 16
-            start = max(0, -(-(i - 16) // 8) * 8)
-            assert 9 <= i - start <= 16 or start == 0
-            logits = model(ids[None, start:i])[0, -1]
-            expected.append(logits.log_softmax(-1)[text[i]].item())
-        assert lines[0]["logprob"] is None
-        assert [line["logprob"] for line in lines[1:]] == pytest.approx(expected[1:], rel=1e-5, abs=1e-6)
-
-
-def test_scores_of_tokens_of_several_bytes(run, say, tmp_path, capfd):
-    """`byte` counts the bytes before a token, and the mean of the log-probabilities is evaluate.py's loss."""
-    text = "añ€ñ€a" * 2
-    write_text(tmp_path / "chars", CharTokenizer(text), text * 20)
-    out = run("--max_iters=1", "--warmup_iters=1", f"--dataset={tmp_path / 'chars'}")
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    lines = [json.loads(line) for line in say(f"--score={tmp_path / 'text.txt'}", out=out).splitlines()]
-    assert "".join(line["text"] for line in lines) == text
-    assert [line["byte"] for line in lines] == [len(text[:i].encode()) for i in range(len(text))]
-    evaluate.main([f"--out_dir={out}", f"--file={tmp_path / 'text.txt'}", "--device=cpu", "--json=True"])
-    loss = json.loads(capfd.readouterr().out)["loss"]
-    assert loss == pytest.approx(-sum(line["logprob"] for line in lines[1:]) / 11, rel=1e-6)
-
-
 def test_masked_fills_the_surest_blank_first(say, runs, monkeypatch):
     """Compared with full forwards and loops over their probabilities. Another order gives another text."""
     model = with_large_weights(monkeypatch, runs / "masked")
@@ -383,10 +343,6 @@ REFUSED = [  # run, flags, and what the line must name
     ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["more blanks than the model knows, 5; fill"]),
     ("seq2seq", ["--start=\ud800"], ["has no blank"]),
     ("causal", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
-    ("causal", ["--score=empty.txt"], ["score=empty.txt is empty"]),
-    ("causal", ["--score=nul.py", "--top_p=0.5"], ["top_p=0.5 (command line): used only with score=''"]),
-    ("causal", ["--score=nul.py", "--start=a"], ["start=a (command line)", "score=nul.py"]),
-    ("masked", ["--score=nul.py"], ["score=nul.py needs a model of objective=causal, and this is masked"]),
     ("causal", ["nul.py"], ["start='FILE:a"]),
 ]
 FILES = {  # --start=FILE:... -> a part of the error line

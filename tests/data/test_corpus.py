@@ -281,7 +281,7 @@ def read(path: Path, *arguments, **keywords) -> list:
 
 
 def test_records_by_every_name_and_byte_order_marks(tmp_path):
-    """Which are no text: of records, in texts to prepare, in prompts and in texts to score."""
+    """Which are no text: of records, in texts to prepare, in prompts and in texts to evaluate."""
     for name in ("a.jsonl", "a.json", "a.ndjson", "a.JSONL", "a.Json.gz"):
         for mark in (b"", b"\xef\xbb\xbf"):
             content = mark + b'{"text": "one"}\n{"text": "two"}\n'
