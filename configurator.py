@@ -61,6 +61,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "length_penalty": 1.0,
     "tasks": "",
     "score": "",
+    "overflow": "recompute",
     "limit": 0,
     "spike_action": "skip",
     "log_ranks": False,

@@ -49,7 +49,7 @@ from model import Model
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
 UNUSED = {  # objective, or target of a seq2seq model of pairs -> flags that have no effect
     "causal": ["blank"],
-    "masked": ["stop", "max_new_tokens", "overflow"],
+    "masked": ["stop", "max_new_tokens"],
     "seq2seq": ["stop"],
     "target": ["blank"],
 }
@@ -67,7 +67,6 @@ class SampleConfig(Flags):
     num_samples: int = 1  # [>0] samples of the same prompt, generated in one batch
     max_new_tokens: int = 500  # [>0] largest length of a sample; end-of-text or `stop` ends it earlier
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
-    overflow: Literal["recompute", "roll"] = "recompute"  # beyond block_size
     seed: int = 1337  # the same seed gives the same samples
     # --- distribution
     temperature: float = 0.8  # 0 = the most likely token, which is usual for targets; above 1 flatter
@@ -164,7 +163,7 @@ def continue_text(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt:
     if shown:
         print(prompt, end="", flush=True)
     V = tokenizer.vocab_size  # the embedding may be padded to more rows
-    tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), source, cfg.overflow == "roll")
+    tokens = generate(model, idx, cfg.max_new_tokens, lambda x: choose(x[:, :V]), source)
     for n, token in enumerate(tokens, start=1):
         for sample, t in zip(samples, token.tolist(), strict=True):
             if sample.ended:
@@ -213,7 +212,7 @@ def fill_spans(cfg: SampleConfig, model: Model, tokenizer: Tokenizer, prompt: st
         return token
 
     written = []
-    for token in generate(model, span.clone(), cfg.max_new_tokens, draw, source, cfg.overflow == "roll"):
+    for token in generate(model, span.clone(), cfg.max_new_tokens, draw, source):
         written.append(token)
         if (span == end).all():
             break

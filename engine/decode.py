@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.errors import require
-from model import POSITION, Heads, Model, Neighbours, NoEmbedding, Rope
+from model import Heads, Model, Neighbours
 
 FEW = 100_000_000  # multiplications of a step for which one thread of a CPU is enough
 
@@ -41,12 +41,6 @@ class KVCache:
         self.k[:, :, start : self.end] = k
         self.v[:, :, start : self.end] = v
         return self.k[:, :, : self.end], self.v[:, :, : self.end]
-
-    def keep(self, length: int, width: int):
-        """Moves the last `length` keys and values to the front. Key columns from `width` on, ALiBi's, stay in place."""
-        for x in (self.k[..., :width], self.v):
-            x[:, :, :length] = x[:, :, self.end - length : self.end].clone()
-        self.end = length
 
     def once(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The result of compute(), which only the first call computes."""
@@ -90,24 +84,18 @@ class TextReader:
         self.threads = torch.get_num_threads()
         self.length = length
         self.memory = memory
-        self.heads = [m for m in model.modules() if isinstance(m, Heads) and m.causal]
         self.clear()
 
     def clear(self):
         """Forget the text."""
         set_caches(self.model, self.length)
-        self.start = 0  # the position of the first token in the caches; keys that RoPE has rotated keep theirs
         self.end = 0  # the number of tokens in the caches
 
     def read(self, idx: Tensor) -> Tensor:
         """Appends the tokens idx (B, T) to the text; returns the logits of the token after it, (B, V)."""
         self.limit_threads(idx)
-        for piece in idx.split(self.model.cfg.block_size, dim=1):
-            T = piece.size(1)
-            if T > self.length - self.end:
-                self.drop_oldest()
-            x = self.model.hidden(piece, self.start + self.end, memory=self.memory)
-            self.end += T
+        x = self.model.hidden(idx, self.end, memory=self.memory)
+        self.end += idx.size(1)
         return self.model.logits(x[:, -1])
 
     def limit_threads(self, idx: Tensor):
@@ -117,42 +105,24 @@ class TextReader:
             few = self.n_params * idx.numel() < FEW
             torch.set_num_threads(1 if few else self.threads)
 
-    def drop_oldest(self):
-        """Keep only the keys that the next query sees."""
-        kept = self.model.cfg.block_size - 1
-        for m in self.heads:
-            m.cache.keep(kept, m.head_dim)
-        if any(isinstance(m.position, Rope) for m in self.heads):
-            self.start += self.end - kept
-        self.end = kept
-
 
 @torch.inference_mode()
 def generate(
-    model: Model, idx: Tensor, max_new_tokens: int, choose: Callable, source: Tensor | None = None, roll: bool = False
+    model: Model, idx: Tensor, max_new_tokens: int, choose: Callable, source: Tensor | None = None
 ) -> Iterator[Tensor]:
     """Continues idx (B, T): yields max_new_tokens times the next tokens (B,), which choose(logits (B, V)) returns.
 
     While the text fits in block_size, a token costs one cached step. After that, the context is the last block_size
-    tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context. With
-    roll, a token still costs one cached step, which is the forward of the whole text with window=block_size.
+    tokens, as in nanoGPT: all positions change with each token, so it costs a forward of the full context.
     """
     limit = model.cfg.block_size
-    pos = model.cfg.pos
     require(model.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
-    fact = f"overflow=roll does not work with pos={pos}, which has no positions beyond block_size={limit}"
-    require(not roll or POSITION[pos][0] is NoEmbedding, f"{fact}; set overflow=recompute")
-    length = min(limit * (1 + roll), idx.size(1) + max_new_tokens)
+    length = min(limit, idx.size(1) + max_new_tokens)
     reader = TextReader(model, length, model.encode(source))
-    windows = [m.window for m in reader.heads]
-    if roll:
-        for m in reader.heads:
-            m.window = min(m.window or limit, limit)
-    new = idx
-    text = idx[:, -limit:]
+    new = text = idx[:, -limit:]
     try:
         for _ in range(max_new_tokens):
-            if reader.end + new.size(1) > length and not roll:
+            if reader.end + new.size(1) > length:
                 new = text
                 reader.clear()
             new = choose(finite(reader.read(new)))[:, None]
@@ -161,5 +131,3 @@ def generate(
     finally:
         torch.set_num_threads(reader.threads)
         set_caches(model, 0)
-        for m, window in zip(reader.heads, windows, strict=True):
-            m.window = window

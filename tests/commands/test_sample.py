@@ -4,7 +4,6 @@ import io
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,23 +121,14 @@ def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
 
 @pytest.mark.parametrize("name,prompt", [("causal", "the "), ("causal", "dogs bark; sat on a mat."), ("wide", "the ")])
 def test_greedy_text_equals_repeated_forwards(say, runs, monkeypatch, name, prompt):
-    """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte: of the last 16 bytes, or with
-    --overflow=roll of the whole text with window=16."""
+    """60 bytes, far beyond block_size=16, equal the argmax of one plain forward per byte, of the last 16 bytes."""
     model = with_large_weights(monkeypatch, runs / name)
-    flags = []
-    context = 16
-    if name == "wide":
-        flags = ["--overflow=roll"]
-        context = 128
-        weights = model.state_dict()
-        model = Model(replace(model.cfg, block_size=context, window=16)).double()
-        model.load_state_dict(weights)
     ids = list(prompt.encode())
     with torch.no_grad():
         for _ in range(60):
-            ids.append(model(torch.tensor([ids[-context:]]))[0, -1, :257].argmax().item())
+            ids.append(model(torch.tensor([ids[-16:]]))[0, -1, :257].argmax().item())
     assert len(set(ids[-60:])) > 4
-    assert say(f"--start={prompt}", "--max_new_tokens=60", "--temperature=0", *flags) == bytes(ids).decode() + "\n"
+    assert say(f"--start={prompt}", "--max_new_tokens=60", "--temperature=0") == bytes(ids).decode() + "\n"
 
 
 @pytest.mark.parametrize("name,prompt,never", [
@@ -305,7 +295,7 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
     """Samples of one batch whose blanks end after 1, 4 and 2 tokens; what follows the last sentinel is left out."""
     rows = [*b"x", 258, *b"zzz"], [*b"yyyy", 258], [*b"ww", 258, *b"vv"]
 
-    def generate(net, start, n, draw, source, roll):
+    def generate(net, start, n, draw, source):
         for ids in zip(*rows, strict=True):
             logits = torch.zeros(3, 259).scatter_(1, torch.tensor(ids)[:, None], 1.0)
             yield draw(logits)
@@ -335,8 +325,6 @@ def files(tmp_path_factory) -> Path:
 REFUSED = [  # run, flags, and what the line must name
     ("masked", ["--start=no blank"], ["start='no blank'", "<mask>", "--blank"]),
     ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
-    ("causal", ["--overflow=roll"], ["overflow=roll", "pos=learned", "overflow=recompute"]),
-    ("seq2seq", ["--start=a_", "--blank=_", "--overflow=roll"], ["overflow=roll", "pos=learned"]),
     ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
     ("masked", [f"--start={'<mask>' * 40}"], ["more blanks than the model knows, 32; fill"]),
     ("masked", ["--start=a_", "--blank="], ["blank"]),
@@ -351,7 +339,7 @@ FILES = {  # --start=FILE:... -> a part of the error line
     "/proc/self/mem": "Input/output error", "huge.txt": "more than 16,777,216", "latin1.txt": "UTF-8",
 }  # fmt: skip
 REFUSED += [("causal", [f"--start=FILE:{name}"], [f"start=FILE:{name}"[:200], part]) for name, part in FILES.items()]
-WRONG = ["--temperature=1e-300", "--top_p=1.0001", "--overflow=wrap", "--device=cuda:-1", "--dtype=float16"]
+WRONG = ["--temperature=1e-300", "--top_p=1.0001", "--device=cuda:-1", "--dtype=float16"]
 WRONG += ["--out_dir=/no/such/run", "--out_dir=folder", "--out_dir=", "--block_size=4"]
 REFUSED += [("causal", [flag], [flag.partition("=")[0][2:]]) for flag in WRONG]
 

@@ -1,6 +1,5 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
-import copy
 import math
 import random
 import re
@@ -22,7 +21,6 @@ from models import (
     build,
     check_decoding,
     choices,
-    decoded,
     jitter,
     spy_on_kernels,
     tokens,
@@ -241,59 +239,6 @@ def test_the_context_of_a_long_prompt_is_its_end(pos):
 
 SLOTS = {"block": "superblock", "layer": "c.own_slots", "n_slot": 5}
 JOINT = SLOTS | {"layer": "c.joint_slots"}
-
-
-ROLLED = [
-    {"pos": "alibi", "window": 3, "window_pattern": "SL", **JOINT},
-    {"pos": "rope", "attention": "gqa", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm"},
-    {"pos": "rope", **SLOTS},
-    {"pos": "rope", "block": "simplified", "conv": 3},
-    {"pos": "alibi", "block": "simplified", "attention": "mqa"},
-    {"pos": "alibi", "attn_softcap": 2.0},
-    {"pos": "none", "window": 400, "conv": 4},
-    {"pos": "none", "block": "simplified_parallel", "window": 3},
-    {"pos": "rope", "objective": "seq2seq", "n_encoder_layer": 1},
-]
-SHORT_CONTEXTS = [(1, 8), (8, 8), (9, 8), (21, 8), (3, 1)]  # tokens of a prompt, block_size
-
-
-@pytest.mark.parametrize("flags", ROLLED, ids=changes)
-def test_a_rolling_cache_is_a_window(flags):
-    """Decoding with a rolling cache, from prompts shorter and longer than block_size, equals uncached forwards of the
-    whole text by a model whose layers see at most block_size tokens. A context of 140 has several strips of queries."""
-    long = [(150, 140)] * (flags in ROLLED[:2])
-    for prompt, size in SHORT_CONTEXTS + long:
-        check_rolling(flags, prompt, size)
-
-
-def check_rolling(flags: dict, prompt: int, size: int):
-    model = build(block_size=size, **flags)
-    jitter(model)
-    whole = build(**flags | {"block_size": 1024})
-    whole.load_state_dict(model.state_dict())
-    for m in whole.modules():
-        if isinstance(m, M.Heads) and m.causal:
-            m.window = min(m.window or size, size)
-    source = {"source": tokens(2, min(size, 7))} if model.encoder else {}
-    text, steps = decoded(model, tokens(2, prompt), min(3 * size, 150) + 2, **source, roll=True)
-    assert all(m.window in (0, flags.get("window")) for m in model.modules() if isinstance(m, M.Heads))  # as before
-    with torch.no_grad():
-        expected = whole(text[:, :-1], **source)[:, prompt - 1 :]
-    assert torch.allclose(steps, expected, atol=1e-9)
-
-
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
-def test_far_positions_of_a_rolling_cache_are_exact(pos):
-    """In float32, when the cache has been moved 48 times, the logits are those of the last tokens alone in float64."""
-    model = build(block_size=8, pos=pos, n_layer=1)
-    jitter(model)
-    text, last = tokens(1, 400), []
-    given = iter(text[0, 4:, None])
-    each = copy.deepcopy(model).float()
-    for _ in generate(each, text[:, :4], 390, lambda z: last.append(z) or next(given), roll=True):
-        del last[:-1]
-    with torch.no_grad():
-        assert torch.allclose(last[0].double(), model(text[:, 385:393])[:, -1], atol=1e-5)
 
 
 COMPILED = [
@@ -689,13 +634,13 @@ IDX, LONG = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 14, dtype=torch
     ({"objective": "seq2seq"}, IDX, {"source": LONG}, "14 tokens.*block_size=13"),
     ({}, IDX, {"source": IDX}, "objective=seq2seq needs a source, and other models read none"),
     ({"objective": "seq2seq"}, IDX, {}, "objective=seq2seq needs a source, and other models read none"),
-    ({"objective": "masked"}, IDX, {"roll": False}, "objective=masked does not continue a text"),
-    ({"pos": "learned"}, IDX, {"roll": True}, f"pos=learned.*block_size={T}; set overflow=recompute"),
 ], ids=str)  # fmt: skip
 def test_what_a_model_does_not_take_is_refused(flags, idx, given, said):
-    """In a forward, or while a text is generated."""
     model = build(**flags)
     with pytest.raises(ValueError, match=said):
-        if "roll" in given:
-            next(generate(model, idx, 1, lambda logits: logits.argmax(-1), **given))
         model(idx, **given)
+
+
+def test_a_masked_model_continues_no_text():
+    with pytest.raises(ValueError, match="objective=masked does not continue a text"):
+        next(generate(build(objective="masked"), IDX, 1, lambda logits: logits.argmax(-1)))
