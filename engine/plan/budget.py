@@ -43,24 +43,23 @@ def best(fit: tuple[float, ...], budget: float, least: int, sized: Callable) -> 
         return a / parameters**alpha + b / (budget / of_token) ** beta
 
     n = least
-    while loss(2 * n) < loss(n):
-        n *= 2
-    return min(range(max(least, n // 2), 2 * n + 1, max(1, n // 16)), key=loss)
+    while loss(n + max(1, n // 16)) < loss(n):
+        n += max(1, n // 16)
+    return n
 
 
-def report(cfg, lengths: tuple[int, int], work: Work, tokens_of_step: int) -> list[str]:
-    """Lines for the plan of a run that has target_flops or target_ratio."""
+def report(cfg, lengths: tuple[int, int], work: Work, step: int) -> list[str]:
+    """Lines for the plan of a run that has target_flops or target_ratio; `step` are the tokens of a step."""
     of_token = work.flops_per_sample / cfg.block_size
     budget = cfg.target_flops or cfg.target_ratio * work.n_read * of_token
     tokens = budget / of_token
-    lines = [
-        f"\n{budget:.4g} FLOPs: {tokens / 1e9:,.4g} billion tokens, {tokens / work.n_read:,.4g} for each parameter "
-        f"that a token reads; set --max_iters={ceil(tokens / tokens_of_step)}",
-        "  best size for them, by          n_layer  n_embd       parameters  billion tokens",
-    ]
+    of_parameter = f"{tokens / work.n_read:,.4g} for each parameter that a token reads"
+    head = f"\n{budget:.4g} FLOPs: {tokens / 1e9:,.4g} billion tokens, {of_parameter}"
+    lines = [f"{head}; set --max_iters={ceil(tokens / step)}"]
+    lines.append("  best size for them, by          n_layer  n_embd       parameters  billion tokens")
     sized = cache(partial(size, cfg, lengths))
     for source, fit in FITS.items():
         shape, parameters, flops_of_token = sized(best(fit, budget, max(2, len(cfg.strings)), sized))
-        row = f"  {source:<30}{shape.n_layer:>9}{shape.n_embd:>8}{parameters:>17,}"
-        lines.append(f"{row}{budget / flops_of_token / 1e9:>16,.4g}")
+        billions = budget / flops_of_token / 1e9
+        lines.append(f"  {source:<30}{shape.n_layer:>9}{shape.n_embd:>8}{parameters:>17,}{billions:>16,.4g}")
     return lines
