@@ -89,7 +89,14 @@ def bind(name: str):
         server.bind(name)
 
 
+def huge(name: str):
+    """More than can be read, and than there is memory for."""
+    Path(name).touch()
+    os.truncate(name, 2**40)
+
+
 MAKE = {"FIFO": os.mkfifo, "SOCKET": bind, "FOLDER": os.mkdir, "ENDLESS": lambda name: os.symlink("/dev/zero", name)}
+MAKE |= {"HUGE": huge}
 
 
 @pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
