@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import oracle
 import pytest
-import torch
 from helpers import shards_of, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +53,7 @@ def rows_of(batches) -> list[dict[str, list[int]]]:
 
 
 def test_permutation_looks_random():
-    """Mean displacement n/3, no correlation between neighbours or keys; bounds are about five standard deviations."""
+    """The bounds are about five standard deviations."""
     n = 10_000
     a, b = permute(np.arange(n), n, 0), permute(np.arange(n), n, 1)
     assert abs(np.abs(a - np.arange(n)).mean() / n - 1 / 3) < 0.015
@@ -70,22 +69,11 @@ def test_each_epoch_visits_each_window_once(n, seed, epoch):
     assert sorted(windows.tolist()) == list(range(n))
 
 
-def test_steps_of_different_sizes():
-    whole = take_rows(Loader(stream_of(300), causal(8), 1, seed=4), 29)
-    ranks = [Loader(stream_of(300), causal(8), 2, iter([1, 3, 2, 9]), rank, 2, 4, start=5) for rank in range(2)]
-    a, b = (take_rows(loader, 6) for loader in ranks)
-    assert whole[5:] == [*a[:2], *b[:2], *a[2:8], *b[2:8], *a[8:], *b[8:]]
-
-
 def test_idx_and_targets_are_views_of_one_buffer_that_stays():
     with closing(Loader(stream_of(1000), causal(16), 4)) as loader:
-        held = [tuple(next(loader).values()) for _ in range(20)]
-        copies = [(x.clone(), y.clone()) for x, y in held]
-        time.sleep(0.02)
-        for (x, y), (x0, y0) in zip(held, copies, strict=True):
-            assert torch.equal(x, x0) and torch.equal(y, y0) and torch.equal(x[:, 1:], y[:, :-1])
-            assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.dtype == torch.int64
-        assert len({x.untyped_storage().data_ptr() for x, _ in held}) == 20
+        held = [next(loader) for _ in range(20)]
+    places = [[x.untyped_storage().data_ptr() for x in batch.values()] for batch in held]
+    assert all(x == y for x, y in places) and len({x for x, _ in places}) == 20
 
 
 def test_works_ahead_but_not_far(monkeypatch):
@@ -96,12 +84,13 @@ def test_works_ahead_but_not_far(monkeypatch):
         until(lambda: len(reads) >= 1 + Loader.AHEAD)
         time.sleep(0.05)
         assert len(reads) == 1 + Loader.AHEAD
+    loader.close()
+    assert list(loader) == [] and not loader._thread.is_alive()
 
 
 @pytest.mark.parametrize("last, fits", [(9, True), (10, False), (-1, False)])
 def test_an_id_outside_the_vocabulary_reaches_no_batch(last, fits):
-    """With 10 ids the last one is 9. The id is only a target here, not an input. A file of Megatron may hold negative
-    ones."""
+    """Though it is a target only. A file of Megatron may hold negative ones."""
     stream = TokenStream("numbers", shards_of(np.array([1, 2, 3, 4, last], dtype="<i4")), 10)
     with closing(Loader(stream, causal(4), 1)) as loader:
         if fits:
@@ -124,16 +113,6 @@ def test_an_evaluation_needs_no_list_of_all_windows(monkeypatch):
     assert len(list(eval_batches(stream, causal(8), 3, n_batches=2))) == 2 and len(starts) == 6
 
 
-def test_close_ends_the_thread():
-    loaders = [Loader(stream_of(500), causal(8), 2) for _ in range(3)]
-    next(loaders[1])
-    for loader in loaders:
-        loader.close()
-        loader.close()
-        assert list(loader) == []
-    assert not any(loader._thread.is_alive() for loader in loaders)
-
-
 def test_too_short_for_one_window():
     for make in Loader, lambda *args: next(eval_batches(*args)):
         for n in 1, 8:
@@ -152,15 +131,9 @@ def resident(kind: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
 def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
-    """A file that is sparse except for the first token of each window that the test reads."""
-    with open(tmp_path / "hole", "wb") as f:
-        f.truncate(2**24)
-    if (tmp_path / "hole").stat().st_blocks:
-        pytest.skip("this file system has no sparse files")
+    """A file that is sparse except for the first token of each window that the test reads, which are from all over."""
     size, T, B, n = 5 * 2**31, 1024, 64, 40
-    n_windows = (size - 1) // T
-    windows = order(np.arange(n * B), n_windows, 3)
-    assert np.bincount(windows * 50 // n_windows, minlength=50).min() > 0, "they are from all over"
+    windows = order(np.arange(n * B), (size - 1) // T, 3)
     file = tmp_path / "train.bin"
     with open(file, "wb") as f:
         f.truncate(2 * size)
@@ -219,21 +192,20 @@ class ShortPlans(Loader):
 
 
 @pytest.mark.parametrize("name", OBJECTIVE)
-@given(SOURCES, SMALL, SMALL, SMALL, st.integers(0, 6) | st.integers(0, 10**12), st.integers(0, 2**31))
+@given(SOURCES, SMALL, st.lists(SMALL, min_size=2, max_size=3), SMALL, st.integers(0, 10**12), st.integers(0, 2**31))
 @settings(max_examples=10)
-def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps, data_size, step, seed):
-    """From any step on, which needs no replay, each rank reads its slice of the samples, whose order and corruption are
-    the oracle's."""
+def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps, data_size, start, seed):
+    """From any sample on, each rank reads its slice of each step, in the oracle's order and with its corruption."""
     stream, data = oracles(name, sources, seed=seed)
-    share = batch_size * micro_steps
     for rank in range(data_size):
-        options = dict(data_rank=rank, data_size=data_size, seed=seed, start=step * share * data_size)
+        options = dict(data_rank=rank, data_size=data_size, seed=seed, start=start)
         loader = ShortPlans(stream, corrupting(name), batch_size, micro_steps, **options)
         assert loader.epochs(99) == data.epochs(99)
-        expected = []
-        for first in (share * (data_size * (step + k) + rank) for k in range(2)):
-            expected += map(data.sample, range(first, first + share))
-        assert take_rows(loader, 2 * micro_steps) == expected
+        first, expected = start, []
+        for share in (batch_size * n for n in micro_steps):
+            expected += map(data.sample, range(first + rank * share, first + (rank + 1) * share))
+            first += share * data_size
+        assert take_rows(loader, sum(micro_steps)) == expected
 
 
 @pytest.mark.parametrize("name", OBJECTIVE)
