@@ -264,6 +264,7 @@ def test_a_sweep(jobs, fake):
         ["0.0150 (0.0100 to 0.0200)", "-"],
         ["1.0150 (1.0100 to 1.0200)", TWO],
     ]
+    assert [run["arguments"][-1] for run in fake.table()["runs"]] == 2 * ["--learning_rate=1e-2"]  # for the picture
     losses = "learning_rate=1e-3 1.0100, learning_rate=1e-2 0.0100, learning_rate=1e-1 1.0100, learning_rate=2 inf"
     assert f"Run 1, losses at seed 1: {losses}." in table and "extend --sweep" not in table
 

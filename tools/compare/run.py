@@ -30,7 +30,6 @@ class Run:
 
     def __init__(self, number: int, text: str, setting: str, options):
         self.number = number
-        self.text = text
         self.setting = setting
         self.options = options  # a CompareConfig
         self.changed: dict[str, int] = {}  # flags that --match has set

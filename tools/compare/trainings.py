@@ -172,8 +172,7 @@ class Comparison:
         notes += error_notes(runs)
         table = aligned([HEADER, *(cells(run, runs[0]) for run in runs)])
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
-        every = chain.from_iterable(self.candidates)
-        rows = [{"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results} for run in every]
+        rows = [{"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results} for run in runs]
         write_file(self.folder / "compare.json", (json.dumps(self.stored | {"runs": rows}, indent=1) + "\n").encode())
         write_file(self.folder / "compare.md", text.encode())
         return text
