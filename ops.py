@@ -347,7 +347,6 @@ def attention_kernel(
     flash     `flash`, see takes_flash: a window, or causal with more keys      none: one fused call
     varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
     window    causal, each query sees the last W keys, with T = S               a (W, 2W) mask; two fused calls
-    joined    on a CPU: causal with more keys, all of them                      none: two fused calls
     strips    all else                                                          a (128, S) mask; a fused call per strip
     """
     if mapped or (dropout and device == "cpu"):
@@ -364,8 +363,6 @@ def attention_kernel(
         return "varlen"
     if mask.docs is None and mask.window and mask.causal and not before:
         return "window"
-    if device == "cpu" and not limited:
-        return "joined"
     return "strips"
 
 
@@ -402,8 +399,6 @@ def attention(
         return window_attention(sdpa, q, k, v, mask.window)
     if kernel in ("flash", "varlen"):
         return flash_attention(q, k, v, mask, D**-0.5, dropout)
-    if kernel == "joined":
-        return joined_attention(q, k, v, D**-0.5)
     strips = strips or strip_attention
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
@@ -488,48 +483,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, d
         window_size_right=right,
     )  # fmt: skip
     return y.view(B, T, H, E).transpose(1, 2)
-
-
-def joined_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention to more keys than queries on a CPU, (B, H, T, E). All T queries see the first S - T keys."""
-    dtype = matmul_dtype(q)
-    sizes = (k.size(2) - q.size(2), q.size(2))
-    first_k, k = k.to(dtype).split(sizes, dim=2)
-    first_v, v = v.to(dtype).split(sizes, dim=2)
-    group = q.size(1) // k.size(1)
-    k = k.repeat_interleave(group, dim=1)
-    v = v.repeat_interleave(group, dim=1)
-    return JoinedAttention.apply(q.to(dtype), k, v, first_k, first_v, scale)
-
-
-class JoinedAttention(torch.autograd.Function):
-    """One softmax over keys that all queries see, first_k and first_v (B, Hkv, M, E), and causal ones, k and v (B, H,
-    T, E): two calls of the CPU's fused kernel, joined by the logs of their normalisers. The kernel's backward, given
-    the joint result and normaliser, computes the gradients of each part."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, first_k: Tensor, first_v: Tensor, scale: float) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        grouped_q = q.reshape(len(q), first_k.size(1), -1, q.size(3))  # (B, Hkv, G T, E)
-        y_first, z_first = attend(grouped_q, first_k, first_v, scale=scale)
-        y, z = attend(q, k, v, is_causal=True, scale=scale)  # (B, H, T, E), and logs of normalisers (B, H, T)
-        z_first = z_first.reshape(z.shape)
-        total = torch.logaddexp(z, z_first)
-        y = (z - total).exp()[..., None] * y + (z_first - total).exp()[..., None] * y_first.reshape(y.shape)
-        if y.dtype != q.dtype:  # a conversion without effect, compiled by torch 2.11, has a backward that returns zeros
-            y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, first_k, first_v, y, total)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, k, v, first_k, first_v, y, total = ctx.saved_tensors
-        attend = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=ctx.scale)
-        dq, dk, dv = attend(grad, q, k, v, y, total, dropout_p=0.0, is_causal=True)
-        grad, grouped_q, y, total = (x.reshape(len(x), first_k.size(1), -1, *x.shape[3:]) for x in (grad, q, y, total))
-        dq_first, *d_first = attend(grad, grouped_q, first_k, first_v, y, total, dropout_p=0.0, is_causal=False)
-        return dq + dq_first.reshape(dq.shape), dk, dv, *d_first, None
 
 
 def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: int, rows: int) -> Tensor:

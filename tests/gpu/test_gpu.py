@@ -55,10 +55,10 @@ ATTENTION = {  # case -> (its kernel on a CPU, on CUDA in float32 and on CUDA in
     "all keys": ("full full full", {"causal": False}),
     "last token": ("full full full", {"queries": 1}),
     "window": ("window window flash", {"window": 50}),
-    "after a cache": ("joined strips flash", {"queries": 60}),
+    "after a cache": ("strips strips flash", {"queries": 60}),
     "documents": ("strips strips varlen", {"docs": True}),
     "documents in a window": ("strips strips varlen", {"docs": True, "window": 50, "causal": False}),
-    "slots": ("joined strips flash", {"slots": 6}),
+    "slots": ("strips strips flash", {"slots": 6}),
     "slots and documents": ("strips strips strips", {"slots": 6, "docs": True}),
     "softcap": ("naive naive naive", {"softcap": 2.0, "window": 50}),
 }

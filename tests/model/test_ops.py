@@ -107,7 +107,7 @@ KERNEL = [
     ("flash", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
     ("full", PLAIN, CUDA, {"slots": True, "causal": False}),
     ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
-    ("joined", PAST, CPU, {"slots": True}),
+    ("strips", PAST, CPU, {"slots": True}),
     ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
     ("strips", PAST, CPU, {"window": 100}),
     ("strips", PLAIN, CPU, {"window": 100, "slots": True}),

@@ -305,7 +305,9 @@ def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
     assert memory[0] < memory[1] < memory[2]
 
 
-@pytest.mark.parametrize("flags", [{"attn_softcap": 20.0}, {"window": 64}, {"cp": 2, "world_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{"attn_softcap": 20.0}, {"window": 64}, {"cp": 2, "world_size": 2, "dtype": "bfloat16"}], ids=str
+)
 def test_long_texts_take_as_much_memory_as_measured(flags, monkeypatch):
     """Though they are measured on shorter ones, within a tenth."""
     cfg = config(block_size=1024, gradient_accumulation_steps=1, **flags)
