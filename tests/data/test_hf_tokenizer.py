@@ -37,8 +37,10 @@ LLAMA3 = (
 MIXED = "Hello world, it's naïve.  \n\n  def f(x):\t# 中文 \U0001f600 <s> </s> <|endoftext|>"
 
 
-def with_bos(tokenizer: Tokenizer) -> processors.PostProcessor:
-    return processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+def with_bos(tokenizer: Tokenizer) -> Tokenizer:
+    first = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=first)
+    return tokenizer
 
 
 def byte_level(prefix_space: bool = False, words: str = "") -> Tokenizer:
@@ -59,8 +61,7 @@ def byte_level(prefix_space: bool = False, words: str = "") -> Tokenizer:
 def llama3() -> Tokenizer:
     tokenizer = byte_level(words=LLAMA3)
     tokenizer.add_special_tokens(["<|far|>"])
-    tokenizer.post_processor = with_bos(tokenizer)
-    return tokenizer
+    return with_bos(tokenizer)
 
 
 def qwen2(words: str = "", nfc: bool = True, end_of_text: bool = True, ignore_merges: bool = False) -> Tokenizer:
@@ -80,14 +81,12 @@ def qwen2(words: str = "", nfc: bool = True, end_of_text: bool = True, ignore_me
 
 def sentencepiece(prefix: bool) -> Tokenizer:
     """As Llama 2's with the prefix, as Gemma's without."""
-    trained, special = Tokenizer(models.BPE(unk_token="<unk>")), ["<unk>", "<s>", "</s>"]
+    special = ["<unk>", "<s>", "</s>"]
+    trained = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     options = dict(special_tokens=[*special, *BYTES], show_progress=False, limit_alphabet=60)
     trained.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=700, **options))
-    parts = json.loads(trained.to_str())["model"]
-    merges = [tuple(pair) for pair in parts["merges"]]
-    model = models.BPE(parts["vocab"], merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(trained.model)
     tokenizer.add_special_tokens(special)  # and no bytes: a <0x0A> in a text is text
     blanks = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -98,8 +97,7 @@ def sentencepiece(prefix: bool) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.normalizer = blanks
     tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.post_processor = with_bos(tokenizer)
-    return tokenizer
+    return with_bos(tokenizer)
 
 
 def unigram() -> Tokenizer:
@@ -312,15 +310,6 @@ def test_what_is_written_gives_the_same_ids_and_text(folder, kind, text):
     assert reference.decode(ids, clean_up_tokenization_spaces=False) == text == OURS[kind].decode(ids)
 
 
-@pytest.mark.parametrize("kind", OURS)
-def test_our_own_can_be_read_again(tmp_path, kind):
-    export_tokenizer(OURS[kind], tmp_path)
-    again, ours = HFTokenizer.from_folder(tmp_path), OURS[kind]
-    assert again.encode(MIXED).tolist() == ours.encode(MIXED).tolist()
-    assert (again.token_bytes, again.eot) == (ours.token_bytes, ours.eot)
-    assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
-
-
 def test_the_same_tokens_in_another_order_are_others():
     ours = OURS["bpe"]
     parts = json.loads(ours.content)
@@ -369,9 +358,13 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, kind, family):
     write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer, remote_code=remote)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == family and same_ids(tmp_path, tokenizer)
+    assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
     if isinstance(tokenizer, HFTokenizer):
         assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer.content
-    assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
+    if kind in OURS:
+        again = HFTokenizer.from_folder(tmp_path)
+        assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist() and again.eot == tokenizer.eot
+        assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "qwen2", *NEARLY_QWEN2])
@@ -419,13 +412,6 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
     (out / "tokenizer.json").unlink()
     said = "lacks the tokenizer's tokenizer.json; copy it there from the data, or train again"
     refused(sample.main, [f"--out_dir={out}", "--device=cpu"], capfd, [said])
-
-
-@pytest.mark.parametrize("kind", ["llama2", "gemma"])
-def test_a_continuation_keeps_its_blank(folder, kind):
-    """Of `a b` the rest is ` b`, also where SentencePiece puts a blank before a text."""
-    ours, text = tokenizer_of(folder, kind), "the café on a hill"
-    assert ours.decode(ours.encode("the")) + ours.decode_rest(ours.encode_rest(text[3:])) == text
 
 
 def test_spans_keep_blanks(folder, capsys, monkeypatch):
