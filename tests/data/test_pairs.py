@@ -1,10 +1,10 @@
 """Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from helpers import IN_FLOAT64, TINY, distance, read_all, refused, steps_of
@@ -170,21 +170,20 @@ def padded(values: list[int], length: int, fill: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_order_is_that_of_the_samples_for_all_ranks_and_resumes(tmp_path, name):
-    a = prepared(tmp_path)
+def test_samples_are_the_windows_of_both_sources_in_the_order_of_texts(tmp_path, name):
     (tmp_path / "b").mkdir()
-    b = prepared(tmp_path / "b", [(f"s{i}", "x" * (i % 9)) for i in range(40)])
-    for dataset in (str(a), f"{a}:0.7,{b}:0.3"):
-        stream, objective, _ = opened(dataset, block_size=24, objective=name)
-        load = partial(Loader, stream, objective, seed=5)
-        whole = take_rows(load(1), 60)
-        assert take_rows(load(3, 2), 10) == whole[:30] and take_rows(load(4, start=17), 5) == whole[17:37]
-        first, second = (take_rows(load(2, 1, rank, 2), 2) for rank in range(2))
-        assert [*first[:2], *second[:2], *first[2:], *second[2:]] == whole[:8]
-    stream, objective, _ = opened(a, block_size=24, objective=name)
-    n = count_windows(stream, 24)
-    epochs = [str(row) for row in take_rows(Loader(stream, objective, 1), 2 * n)]
-    assert epochs[:n] != epochs[n:] and {*epochs[:n]} == {*epochs[n:]} and len({*epochs}) == n
+    folders = prepared(tmp_path), prepared(tmp_path / "b", [(f"s{i}", "x" * (i % 9)) for i in range(40)])
+    flags = dict(block_size=24, objective=name)
+    windows = [rows_of(eval_batches(*opened(folder, **flags)[:2], 1)) for folder in folders]
+    stream, objective, _ = opened("{}:0.5,{}:0.5".format(*folders), **flags)
+    assert rows_of(eval_batches(stream, objective, 1)) == sum(windows, [])
+    expected = []
+    for number in range(8, 8 + 4 * 20):  # some epochs of each
+        mine = windows[number % 2]
+        expected.append(mine[oracle.window_of(number // 2, len(mine), 5)])
+    for rank in range(2):
+        found = take_rows(Loader(stream, objective, 2, 1, rank, 2, seed=5, start=8), 20)
+        assert found == [row for i, row in enumerate(expected) if i // 2 % 2 == rank]
 
 
 @pytest.mark.parametrize("name", PAIRS)
