@@ -182,7 +182,7 @@ def write_llama(folder: Path):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=llama3(), bos_token="<s>", eos_token="</s>")
     sizes = dict(vocab_size=len(theirs), hidden_size=16, intermediate_size=32, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16)
-    model = build(transformers, "llama", spread=0.3, **sizes)
+    model = build("llama", spread=0.3, **sizes)
     for each in (model, theirs):
         each.save_pretrained(folder)
     return model.double(), theirs

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers  # whose classes are loaded when they are asked for
 from helpers import IN_FLOAT64, distance, losses, metrics, refused, weights_in
 from preparing import tokens_of
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 from sample import SampleConfig, load
 
+transformers.utils.logging.disable_progress_bar()
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py
 WINDOW = 5
 SIZES = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None, vocab_size=V)
@@ -67,21 +69,12 @@ ARCHITECTURES = {  # name -> (class of its config, its keys)
 FOLDED = {"gemma2", "gemma3"}  # whose norms multiply by 1 + w
 
 
-@pytest.fixture(scope="module")
-def hf():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
-        hf.utils.logging.disable_progress_bar()
-        yield hf
-
-
-def build(hf, name: str, spread: float = 0.2, **changes):
+def build(name: str, spread: float = 0.2, **changes):
     """transformers' model with these weights, float32."""
     kind, keys = ARCHITECTURES[name]
     torch.manual_seed(1)
-    config = getattr(hf, kind)(**keys | changes)
-    reference = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config = getattr(transformers, kind)(**keys | changes)
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for p in reference.parameters():
             p += spread * torch.randn_like(p)
@@ -118,8 +111,8 @@ def write(folder, model: Model, dtype=torch.float32, tokenizer=None, remote_code
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_in_and_out(hf, tmp_path, name):
-    reference = build(hf, name)
+def test_in_and_out(tmp_path, name):
+    reference = build(name)
     reference.save_pretrained(tmp_path / "theirs")
     weights = read_hf(tmp_path / "theirs")
     model = ours(weights)
@@ -127,7 +120,7 @@ def test_in_and_out(hf, tmp_path, name):
 
     write(tmp_path / "ours", model)
     assert read_hf(tmp_path / "ours").flags == weights.flags
-    again = loaded(hf, tmp_path / "ours")
+    again = loaded(tmp_path / "ours")
     assert type(again) is type(reference) and again.dtype == torch.float32
     assert_same_logits(model, again)
     if name not in FOLDED:
@@ -184,12 +177,12 @@ def cfg_of(**flags) -> ModelConfig:
     return ModelConfig(n_layer=L, n_head=4, n_embd=32, block_size=T, vocab_size=V, **flags)
 
 
-def loaded(hf, folder):
-    return hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def loaded(folder, **more):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **more).eval()
 
 
 @pytest.mark.parametrize("family, tokenizer, flags", TO_A_FAMILY)
-def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, tokenizer, flags):
+def test_the_first_family_that_expresses_the_flags(tmp_path, family, tokenizer, flags):
     """Also where theirs has biases that ours has not."""
     model = Model(cfg_of(**flags), seed=1).eval()
     with torch.no_grad():
@@ -197,7 +190,7 @@ def test_the_first_family_that_expresses_the_flags(hf, tmp_path, family, tokeniz
             p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
     assert choose(model.cfg, tokenizer)[1] == family
     write(tmp_path / "out", model, tokenizer=tokenizer)
-    assert_same_logits(model, loaded(hf, tmp_path / "out"))
+    assert_same_logits(model, loaded(tmp_path / "out"))
     assert_same_logits(model, ours(read_hf(tmp_path / "out")))
 
 
@@ -235,15 +228,15 @@ def test_published_configs(name):
 
 
 @pytest.fixture
-def folder(hf, tmp_path):
+def folder(tmp_path):
     """A Llama in two sizes of file."""
-    reference = build(hf, "llama")
+    reference = build("llama")
     reference.save_pretrained(tmp_path / "llama")
     reference.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
     return tmp_path
 
 
-def test_shards_are_read_one_tensor_at_a_time_and_written(hf, folder, monkeypatch):
+def test_shards_are_read_one_tensor_at_a_time_and_written(folder, monkeypatch):
     one, many = read_hf(folder / "llama"), read_hf(folder / "shards")
     assert len(list((folder / "shards").glob("model-*.safetensors"))) > 3
     assert all(torch.equal(one[name], many[name]) for name in one)
@@ -260,14 +253,14 @@ def test_shards_are_read_one_tensor_at_a_time_and_written(hf, folder, monkeypatc
     files = sorted(path.name for path in (folder / "out").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert all((folder / "out" / name).stat().st_size < 66_000 for name in files)
-    again = loaded(hf, folder / "out")
+    again = loaded(folder / "out")
     assert_same_logits(model, again)
     assert again.generation_config.eos_token_id == again.config.eos_token_id == 256
 
 
-def test_names_of_the_base_model_and_buffers_of_old_files(hf, tmp_path):
+def test_names_of_the_base_model_and_buffers_of_old_files(tmp_path):
     """GPT-2's own file has no `transformer.`, and the mask of every layer. A head beside the embedding is the same."""
-    reference = build(hf, "gpt2")
+    reference = build("gpt2")
     reference.save_pretrained(tmp_path / "gpt2")
     file = tmp_path / "gpt2/model.safetensors"
     state = load_file(file)
@@ -357,11 +350,11 @@ def test_a_name_of_the_hub_without_a_network(monkeypatch):
 
 
 @pytest.fixture
-def small(hf, tmp_path):
+def small(tmp_path):
     """A Llama of helpers' TINY sizes, for a vocabulary that is larger than the data's 257 and odd."""
     sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
     sizes |= dict(intermediate_size=48, vocab_size=271, max_position_embeddings=16)
-    reference = build(hf, "llama", spread=0.05, **sizes)
+    reference = build("llama", spread=0.05, **sizes)
     reference.save_pretrained(tmp_path / "small")
     return reference, tmp_path / "small"
 
@@ -412,27 +405,28 @@ def test_flags_beside_a_model_of_hugging_face(small, run, capsys):
 # ---- export
 
 
-def test_export_of_a_run(hf, trained, tmp_path, capsys):
+def test_export_of_a_run(trained, tmp_path, capsys):
     export(trained, tmp_path / "out", "--dtype=bfloat16", "--which=best")
     assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
     export(trained, tmp_path / "exact")
     model = load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))[1]
-    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "exact").eval()
+    reference = loaded(tmp_path / "exact")
     idx = torch.randint(257, (2, 16))
     with torch.no_grad():
         torch.testing.assert_close(reference.double()(idx).logits, model.double()(idx), atol=1e-9, rtol=0)
     assert reference.generation_config.eos_token_id == reference.config.bos_token_id == 256
-    assert hf.AutoTokenizer.from_pretrained(tmp_path / "exact")("été<|endoftext|>").input_ids == [*"été".encode(), 256]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exact")
+    assert tokenizer("été<|endoftext|>").input_ids == [*"été".encode(), 256]
     rounded, exact = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("out", "exact"))
     assert all(torch.equal(x.bfloat16(), rounded[name]) for name, x in exact.items())
     assert (tmp_path / "out").stat().st_mode & 0o444 == (tmp_path / "out/model.safetensors").stat().st_mode & 0o444
 
 
-def test_remote_code(hf, trained, tmp_path, modules_cache):
+def test_remote_code(trained, tmp_path, modules_cache):
     export(trained, tmp_path / "out", "--remote_code=True", "--dtype=float16")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16
-    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    reference = loaded(tmp_path / "out", trust_remote_code=True)
     found, expected, again = reference.model.state_dict(), weights_in(trained), read_hf(tmp_path / "out")
     assert expected and all(torch.equal(found[name], x.half()) for name, x in expected.items())
     assert all(torch.equal(again[name], x.half().float()) for name, x in expected.items())
@@ -448,13 +442,13 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, [{"name": "default", "template": TEMPLATE}]], ids=["text", "list"])
-def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path, template):
+def test_what_stands_beside_the_weights_is_written_again(tmp_path, template):
     """All ids that end a text, the template of chats and the longest text; they are kept in a run's checkpoints."""
     (there := tmp_path / "there").mkdir()
     train_bpe(["one two three one two"] * 9, 259).save(there)
     kept = {"chat_template": template, "model_max_length": 77, "eos_token": "<|endoftext|>"}
     write_json(there / "tokenizer_config.json", kept)
-    original = hf.AutoTokenizer.from_pretrained(there).chat_template
+    original = transformers.AutoTokenizer.from_pretrained(there).chat_template
     write_json(there / "generation_config.json", {"eos_token_id": [258, 0, 7]})
     tokenizer = HFTokenizer.from_folder(there)
     assert (tokenizer.eot, tokenizer.ends) == (0, {0, 7, 258})
@@ -462,8 +456,8 @@ def test_what_stands_beside_the_weights_is_written_again(hf, tmp_path, template)
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=259), seed=1)
     write(tmp_path / "out", model, tokenizer=tokenizer)
     export_tokenizer(tokenizer, tmp_path / "out")
-    assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [0, 7, 258]
-    found = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded(tmp_path / "out").generation_config.eos_token_id == [0, 7, 258]
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (found.chat_template, found.model_max_length, found.eos_token_id) == (original, 77, 0)
     assert HFTokenizer.from_folder(tmp_path / "out").ends == tokenizer.ends
     (there / "chat_template.jinja").write_text("newer")  # of newer releases

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from test_families import ARCHITECTURES, build, hf, ours, tokens  # noqa: F401  hf is a fixture
+import transformers  # whose classes are loaded when they are asked for
+from test_families import ARCHITECTURES, build, ours, tokens
 
 from engine.interchange.config import NEUTRAL, UNREAD
 from engine.interchange.huggingface import read_hf
@@ -84,12 +85,12 @@ class Folder:
     """A folder of transformers' with a small model, and what both sides make of it after an edit of config.json.
     `asked` has the public attributes of its config that transformers asks for, and the other names of these."""
 
-    def __init__(self, hf, name: str, where):  # noqa: F811
-        self.hf, self.where = hf, where
-        asked, get = set(), hf.PreTrainedConfig.__getattribute__
+    def __init__(self, name: str, where):
+        self.where, base = where, transformers.PreTrainedConfig
+        asked, get = set(), base.__getattribute__
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hf.PreTrainedConfig, "__getattribute__", lambda self, key: asked.add(key) or get(self, key))
-            reference = build(hf, name)
+            patch.setattr(base, "__getattribute__", lambda self, key: asked.add(key) or get(self, key))
+            reference = build(name)
             reference(tokens())
         kind = type(reference.config)
         methods = set(dir(kind)) - set(kind.__dataclass_fields__)
@@ -100,8 +101,8 @@ class Folder:
     def theirs(self) -> torch.Tensor | None:
         """transformers' logits, or None where it cannot build or run the model."""
         try:
-            config = self.hf.AutoConfig.from_pretrained(self.where)
-            model = self.hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            config = transformers.AutoConfig.from_pretrained(self.where)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             model.load_state_dict(self.weights)
             return model(tokens()).logits
         except Exception:  # of whatever kind: the values are ones that nobody writes
@@ -130,11 +131,11 @@ ALL = [pytest.param(name, 1, id=f"{name}, all", marks=pytest.mark.slow) for name
 
 
 @pytest.mark.parametrize("name, step", EIGHTHS + ALL)
-def test_each_key_counts_as_in_transformers(hf, tmp_path, name, step):  # noqa: F811
+def test_each_key_counts_as_in_transformers(tmp_path, name, step):
     """One edit of each key that transformers asks for, that the file holds, or that is another family's; edits of
     several keys; all keys that are known as harmless at once. Of the edits of one key, a family makes an eighth, each
     one another; make slow makes all of them."""
-    folder = Folder(hf, name, tmp_path)
+    folder = Folder(name, tmp_path)
     names = (folder.asked | folder.config.keys() | {*MORE, *NEUTRAL}) - UNREAD
     assert len(names) > 40 and "is_causal" in names
     edits = [{key: value} for key in sorted(names) for value in others(folder.config.get(key))]
