@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -49,7 +48,6 @@ def test_wrong_options(monkeypatch, capfd):
     for argv, fragments in (
         (["--against=."], ["nothing to train", "--max_iters"]),
         (["--against=bench.py", "x"], ["against=bench.py", "train.py"]),
-        (["--run='", "x"], ["--run='", "quotation"]),
         (["--rounds=0", "x"], ["rounds=0", "must be >0"]),
         (["x", "--log_interval=5"], ["--log_interval=5", "tools.bench sets"]),
         (["--config=4L"], ["config=4L", "4L/128/T64/B12", "4L/192/T256/B8"]),
@@ -116,26 +114,18 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
-def test_a_child_ends_with_bench(tmp_path):
-    """For every end of bench.py. Unless it is SIGKILL, the child's own children and the folder are removed too."""
-    begun = {}
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        there = checkout(tmp_path / number.name, ENDLESS)
-        program = ["-m", "tools.bench", f"--against={there}", "x"]
-        begun[number] = there, ranks.begin(program, there, stdout=str(there / "stdout"))
-    for number, (there, process) in begun.items():
-        until((there / "seen").exists)
-        own, other, out = (there / "seen").read_text().split()
-        os.kill(process.pid, number)
-        process.join(600)
-        until(lambda pid=int(own): gone(pid))
-        if number == signal.SIGKILL:
-            os.kill(int(other), signal.SIGKILL)
-            shutil.rmtree(Path(out).parent)
-            continue
-        until(lambda pid=int(other): gone(pid))
-        assert process.exitcode == 128 + number and not Path(out).parent.exists()
-        assert (there / "stdout").read_text() + (there / "stderr").read_text() == ""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_child_ends_with_bench(number, tmp_path):
+    """And so do the child's own children and the folder."""
+    there = checkout(tmp_path / "there", ENDLESS)
+    process = ranks.begin(["-m", "tools.bench", f"--against={there}", "x"], there, stdout=str(there / "stdout"))
+    until((there / "seen").exists)
+    own, other, out = (there / "seen").read_text().split()
+    os.kill(process.pid, number)
+    process.join(600)
+    until(lambda: gone(int(own)) and gone(int(other)))
+    assert process.exitcode == 128 + number and not Path(out).parent.exists()
+    assert (there / "stdout").read_text() + (there / "stderr").read_text() == ""
 
 
 @pytest.fixture
@@ -148,26 +138,19 @@ def tiny(monkeypatch):
 
 
 def test_the_table(tiny, monkeypatch, capsys):
-    """The machine, a peak and a row of training per dtype, rows of decoding, the loader. Tokens and the share of the
-    peak follow from the time of a step."""
+    """A row of training per dtype, whose share is that of its own peak, rows of decoding, the loader."""
     loader, peaks = speed.loader_speed, {torch.bfloat16: 2e9, torch.float32: 1e9}
     monkeypatch.setattr(speed, "loader_speed", lambda: loader(tokens=2**17, batches=2))
     monkeypatch.setattr(speed, "measured_peak", lambda device, dtype: peaks[dtype])
     bench.main([])
     said = capsys.readouterr().out.splitlines()
-    assert torch.__version__ in said[0] and f"{torch.get_num_threads()} threads" in said[0]
-    assert [line.split()[-2] for line in said[1:3]] == ["0.00", "0.00"] and "bfloat16" in said[1]
-    assert said[4].split() == "training dtype tokens/s ms/step share of best".split()
     flops = 4 * accounting.flops(Model(speed.flags("small")), 16)
     for line, (dtype, peak) in zip(said[5:7], peaks.items(), strict=True):
-        name, shown, tokens_per_s, ms, share = line.replace(",", "").split()
+        name, shown, tokens_per_s, _, share = line.replace(",", "").split()
         assert (name, f"torch.{shown}") == ("small", str(dtype))
-        assert float(ms) == pytest.approx(64_000 / float(tokens_per_s), rel=0.1, abs=0.06)
         expected = 100 * flops * float(tokens_per_s) / 64 / peak
         assert float(share.rstrip("%")) == pytest.approx(expected, rel=0.01, abs=0.06)
-    rows = [line.split() for line in said[8:11]]
-    assert rows[0] == "decoding dtype tokens/s samples".split()
-    assert [(row[0], row[3]) for row in rows[1:]] == [("small", "1"), ("small", "8")]
+    assert [line.split()[::3] for line in said[9:11]] == [["small", "1"], ["small", "8"]]
     assert re.fullmatch(r"loader: \d+ Mtok/s", said[12])
 
 

@@ -1,5 +1,4 @@
-"""contextual_mlp against the model with a head switched off, for new blocks and positions too, and against the bare
-matrices."""
+"""contextual_mlp against the readers' outputs, for new blocks and positions too, and against the bare matrices."""
 
 import itertools
 import math
@@ -36,6 +35,18 @@ GRID = [  # each two of block, position and extra meet in a causal model
     )
     if n == 0 and (i + j + k) % 5 == 0 or n > 0 and (5 * i + 3 * j + k + n) % 13 == 0 and pos != "alibi"
 ]
+SLOTS = {"n_slot": 5, "n_group": 1}
+LAYERS = {  # layer of a superblock -> its other flags
+    "c+p": {},
+    "c/2+p.swiglu/2,c/2+p.relu2/2": {},
+    "c.gelu,p.softmax": {},
+    "c.stream.sigmoid,p.matrix": {},
+    "c.none+s,m": SLOTS | OBJECTIVES[2],
+    "c,s.swiglu,m.stream.relu": SLOTS | OBJECTIVES[2],
+}
+for layer, more in LAYERS.items():
+    for pos, n_group in (("rope", 1), ("learned", 2)):
+        GRID.append({"block": "superblock", "layer": layer, "pos": pos, "bias": True, "n_group": n_group} | more)
 T, C, D = 13, 32, 8
 PLACES = [(0, 3, 12), (1, 2, 6), (1, 1, 0)]  # layer, head, position
 
@@ -62,84 +73,46 @@ def read(net: M.Model, layer: int, head: int, position: int, reader: str = ""):
     return contextual_mlp(net, text(net), layer, head, position, source, reader)
 
 
-def attention_of(net: M.Model, layer: int) -> M.Heads | None:
-    """The first reader of the context in a layer."""
-    heads = (m for m in net.blocks[layer].modules() if isinstance(m, M.Attention))
-    return next((m for m in heads if m.reader.source == "context"), None)
+def bias_of(pool: M.Heads | M.MLP) -> torch.Tensor | float:
+    """What a reader gives whatever it reads."""
+    last = pool.down if pool.reader.units else pool.out
+    bias = getattr(last, "bias", None)
+    if bias is None:
+        return 0.0
+    return pool.out(bias) if pool.reader.units and pool.reader.out == "matrix" else bias
 
 
-def observe(net: M.Model, layer: int, off: int | None = None):
-    """(what the layer's attention reads, what it gives), each (T, C), with one head switched off."""
-    attn, seen = attention_of(net, layer), []
-
-    def silence(_, inputs):
-        y = inputs[0].clone()
-        y.unflatten(-1, (-1, D))[:, :, off] = 0
-        return y
-
-    hooks = [attn.register_forward_hook(lambda _, inputs, y: seen.append((inputs[0][0], y[0])))]
-    if off is not None:
-        hooks.append(attn.out.register_forward_pre_hook(silence))
-    with torch.no_grad():
-        net.hidden(text(net)[None], memory=net.encode(text(net, 9)[None] if net.encoder else None))
-    for hook in hooks:
-        hook.remove()
-    return seen[0]
+def n_units(net: M.Model, layer: int, pool: M.Heads, t: int) -> int:
+    """The slots of a reader of the context, and the tokens that a query sees."""
+    slots = pool.slot_v.size(1) if pool.reader.slots else 0
+    window = net.cfg.layer_window(layer) or T
+    last = min(T - 1, t + window - 1) if net.cfg.objective == "masked" else t
+    return slots + last + 1 - max(0, t - window + 1)
 
 
 @pytest.mark.parametrize("flags", GRID, ids=lambda flags: ",".join(map(str, flags.values())))
-def test_equals_the_head(flags):
-    """hidden @ outgoing is what switching the head off takes away."""
+def test_heads_add_up_to_their_reader(flags):
+    """Sum of h_i a_i over all heads is the reader's output without its bias; of an MLP, h_i is phi of b_i . x."""
     net = sharp(**flags)
-    cfg = net.cfg
-    for layer, head, t in PLACES:
-        _, on = observe(net, layer)
-        _, off = observe(net, layer, off=head)
-        incoming, outgoing, hidden = read(net, layer, head, t)
-        attn = attention_of(net, layer)
-        slots = attn.slot_v.size(1) if attn.reader.slots else 0
-        window = cfg.layer_window(layer) or T
-        last = min(T - 1, t + window - 1) if cfg.objective == "masked" else t
-        tokens = torch.arange(max(0, t - window + 1), last + 1)
-        assert incoming.shape == outgoing.shape == (slots + len(tokens), C) and hidden.shape == (len(incoming),)
-        assert (on - off)[t].abs().max() > 1e-5, "the head does nothing, so this test sees nothing"
-        assert torch.allclose(hidden @ outgoing, (on - off)[t], rtol=0, atol=1e-10)
-
-
-LAYERS = {  # layer -> its readers, with their names and numbers of heads; 1 for hidden units
-    "c+p": {"attn": 4, "mlp": 1},
-    "c/2+p.swiglu/2,c/2+p.relu2/2": {"attn": 2, "mlp": 1, "attn2": 2, "mlp2": 1},
-    "c.gelu,p.softmax": {"attn": 4, "mlp": 1},
-    "c.stream.sigmoid,p.matrix": {"attn": 4, "mlp": 1},
-    "c.none+s,m": {"attn": 4, "slots": 4, "cross": 4},
-    "c,s.swiglu,m.stream.relu": {"attn": 4, "slots": 4, "cross": 4},
-}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("pos, n_group", [("rope", 1), ("learned", 2)])
-def test_equals_any_reader(layer, pos, n_group):
-    """Sum of h_i a_i over all heads is the reader's output without its bias; h_i is phi of b_i . x."""
-    readers = LAYERS[layer]
-    memory = {"objective": "seq2seq", "n_encoder_layer": 1} if "m" in layer.split(",")[-1] else {}
-    sizes = {"n_slot": 5} if "slots" in readers else {"n_group": n_group}
-    net = sharp(block="superblock", layer=layer, pos=pos, bias=True, **sizes, **memory)
-    for name, heads in readers.items():
-        pool = next(getattr(each, name) for each in net.blocks[1].sums if name in each.names)
-        seen = []
-        with pool.register_forward_hook(lambda _, inputs, y, seen=seen: seen.append((inputs[0][0], y[0]))):
-            units = [read(net, 1, head, 6, name) for head in range(heads)]
-        x, y = seen[0]
-        bias = getattr(pool.down if pool.reader.units else pool.out, "bias", 0.0)
-        if pool.reader.units and pool.reader.out == "matrix":
-            bias = pool.out(bias)
-        total = sum(hidden @ outgoing for _, outgoing, hidden in units)
-        assert torch.allclose(total, y[6] - bias, rtol=0, atol=1e-10)
-        if pool.reader.units and pool.reader.phi in ("mlp", "relu2"):
-            incoming, _, hidden = units[0]
-            score = incoming @ x[6] + pool.up.bias
-            expected = torch.relu(score) ** 2 if pool.reader.phi == "relu2" else gelu(score)
-            assert torch.allclose(hidden, expected, atol=1e-12)
+    for layer, t in ((0, 6), (1, 12)):
+        pools = {name: getattr(each, name) for each in net.blocks[layer].sums for name in each.names}
+        for name, pool in pools.items():
+            heads = 1 if pool.reader.units else pool.n_head
+            seen = []
+            with pool.register_forward_hook(lambda _, inputs, y, seen=seen: seen.append((inputs[0][0], y[0]))):
+                units = [read(net, layer, head, t, name) for head in range(heads)]
+            x, y = seen[0]
+            total = sum(hidden @ outgoing for _, outgoing, hidden in units)
+            assert total.abs().max() > 1e-5, "the reader does nothing, so this test sees nothing"
+            assert torch.allclose(total, y[t] - bias_of(pool), rtol=0, atol=1e-10)
+            incoming, outgoing, hidden = units[0]
+            assert incoming.shape == outgoing.shape == (len(hidden), C)
+            if pool.reader.source == "context":
+                assert len(hidden) == n_units(net, layer, pool, t)
+            if pool.reader.units and pool.reader.phi in ("mlp", "relu2") and net.cfg.mlp == "gelu":
+                score = incoming @ x[t] + (0.0 if pool.up.bias is None else pool.up.bias)
+                expected = torch.relu(score) ** 2 if pool.reader.phi == "relu2" else gelu(score)
+                assert torch.allclose(hidden, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("phi", ["softmax", "gelu", "sigmoid"])
@@ -169,20 +142,22 @@ def test_weights_by_hand(flags):
     net = sharp(**flags)
     groups = net.cfg.kv_heads
     for layer, head, t in PLACES:
-        attn = attention_of(net, layer)
+        attn, seen = net.blocks[layer].sums[0].attn, []
+        with attn.register_forward_hook(lambda _, inputs, y, seen=seen: seen.append(inputs[0][0])):
+            incoming, outgoing, hidden = read(net, layer, head, t)
         rows, g = attn.qkv.weight.detach().view(groups, -1, D, C), head * groups // 4
         W_Q, W_K, W_V = rows[g, head - g * 4 // groups], rows[g, -2], rows[g, -1]
         W_O = attn.out.weight.detach()[:, head * D : (head + 1) * D]
-        x, _ = observe(net, layer)
-        seen = x if net.cfg.objective == "masked" else x[: t + 1]
-        keys = seen @ W_K.T
+        x = seen[0]
+        visible = x if net.cfg.objective == "masked" else x[: t + 1]
+        keys = visible @ W_K.T
         if net.cfg.qk_norm:
             q = W_Q @ x[t]
             keys = keys / (keys.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attn.k_norm.weight.detach()
             W_Q = attn.q_norm.weight.detach()[:, None] * W_Q / (q.square().mean() + 1e-5).sqrt()
         if net.cfg.pos == "rope":  # pairs as complex numbers
             frequency = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
-            angle = (torch.arange(len(seen))[:, None] - t) * frequency
+            angle = (torch.arange(len(visible))[:, None] - t) * frequency
             pairs = torch.complex(keys[:, : D // 2], keys[:, D // 2 :]) * torch.polar(torch.ones_like(angle), angle)
             keys = torch.cat((pairs.real, pairs.imag), dim=-1)
         b = keys @ W_Q / math.sqrt(D)
@@ -190,11 +165,10 @@ def test_weights_by_hand(flags):
         if cap := net.cfg.attn_softcap:
             score = cap * torch.tanh(score / cap)
         if net.cfg.pos == "alibi":
-            score = score - 2.0 ** (-8 * (head + 1) / 4) * (t - torch.arange(len(seen)))
+            score = score - 2.0 ** (-8 * (head + 1) / 4) * (t - torch.arange(len(visible)))
         units = score.exp()
-        incoming, outgoing, hidden = read(net, layer, head, t)
         assert torch.allclose(incoming, b, rtol=1e-10, atol=1e-12)
-        assert torch.allclose(outgoing, seen @ W_V.T @ W_O.T / units.sum(), rtol=1e-10, atol=1e-12)
+        assert torch.allclose(outgoing, visible @ W_V.T @ W_O.T / units.sum(), rtol=1e-10, atol=1e-12)
         assert torch.allclose(hidden, units, rtol=1e-10)
 
 
