@@ -116,27 +116,17 @@ def test_positional_arguments():
         parse_positional(Sampling, ["show", "s3://a"])
 
 
-# nanoGPT's files
-TRAIN = """
+NANOGPT = """
+'''What it is.'''
 wandb_log = True
-wandb_project = 'letters'
 wandb_run_name = 'small-' + '1'
 log_interval = 10 # often
-dataset = 'shakespeare_char'
+init_from = 'gpt2-xl'
 gradient_accumulation_steps = 5 * 8
-learning_rate = 1e-3
-lr_decay_iters = 5000
-decay_lr = True
+learning_rate = 3e-5
 backend = 'nccl'
 dtype = 'float16'
-device = 'cpu'
 compile = False
-"""
-TUNE = """
-'''What it is.'''
-init_from = 'gpt2-xl'
-learning_rate = 3e-5
-max_iters = 20
 decay_lr = False
 _run = "out/" 'gpt'
 out_dir = _run + "-" + "2"
@@ -144,21 +134,16 @@ out_dir = _run + "-" + "2"
 """
 
 
-@pytest.mark.parametrize("text", [TRAIN, TUNE])
-def test_nanogpt_files_load(tmp_path, text):
+def test_a_file_of_nanogpt_loads(tmp_path):
     found = {}
-    exec(text, {}, found)
-    wanted = {name: value for name, value in found.items() if name[0] != "_"}
-    if not wanted.pop("decay_lr", True):
-        wanted |= {"schedule": "constant", "warmup_iters": 0}
-    argv = [write(tmp_path / "c.py", text)]
-    if "init_from" in wanted:
-        wanted["init_from"] = f"hf:openai-community/{wanted['init_from']}"
-    assert asdict(parse(Config, argv)) == asdict(Config()) | wanted
+    exec(NANOGPT, {}, found)
+    wanted = {name: value for name, value in found.items() if name[0] != "_" and name != "decay_lr"}
+    wanted |= {"schedule": "constant", "warmup_iters": 0, "init_from": "hf:openai-community/gpt2-xl"}
+    assert asdict(parse(Config, [write(tmp_path / "c.py", NANOGPT)])) == asdict(Config()) | wanted
 
 
 def test_last_decay_lr_counts(tmp_path):
-    tune = write(tmp_path / "tune.py", TUNE + "min_lr = 1e-6\n")
+    tune = write(tmp_path / "tune.py", NANOGPT + "min_lr = 1e-6\nlr_decay_iters = 5000\n")
     cfg = parse(Config, [tune, "--init_from=scratch", "--decay_lr=True", "--warmup_iters=2"])
     assert (cfg.schedule, cfg.warmup_iters) == ("cosine", 2)
     assert parse(Config, ["--schedule=wsd", "--decay_lr=True"]).schedule == "wsd"
@@ -170,21 +155,16 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
     ("--learning-rate=3", ["learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
     ("--lr=1e-3", ["lr=0.001", "nearest is learning_rate"]),
     ("--zzzzqqq=3", ["zzzzqqq=3", "--help"]),
-    ("--=3", ["no such flag"]),
     ("out/x", ["out/x: no such config file", "--out_dir=out/x"]),
     ("--n_head=5 --n_embd=764", ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
     ("--batch_size=64.5", ["batch_size=64.5 (command line)", "expected int, such as 12"]),
-    ("--batch_size=1e30", ["batch_size=1000000000000", "must be <2147483648"]),
     ("--batch_size=" + "(" * 250 + "1", ["batch_size='(((", "expected int"]),
-    ("--seed=2**2**2**2**2**2", ["seed='2**2**2", "expected int"]),
-    ("--batch_size=0", ["batch_size=0 (command line)", "must be >0"]),
     ("--batch_size 32", ["--batch_size (command line)", "--name=value"]),
     ("batch_size=32", ["batch_size=32", "--name=value"]),
     ("--eval_only=1", ["eval_only=1 (command line)", "expected True or False"]),
     ("--compile=Tru", ["compile=Tru (command line)", "True or False or auto"]),
     ("--optimizer=a\nb", ["'a\\nb' (command line)", "adamw or muon"]),
     ("--muon_lr=0.1", ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
-    ("--schedule=constant --min_lr=0.1", ["min_lr=0.1 (command line)", "schedule=constant", "change schedule"]),
     ("--pos=alibi --objective=masked", ["pos=alibi (command line)", "objective=masked", "retired"]),
     ("--warmup_iters=90 --schedule=wsd --max_iters=100", ["warmup_iters=90 (", "cooldown of 20", "max_iters=100 ("]),
     ("--warmup_iters=7 --max_iters=9 --lr_decay_iters=5", ["warmup_iters=7 (", "lr_decay_iters=5 (", "set warmup"]),
@@ -210,10 +190,7 @@ def test_mistakes_on_the_command_line(flags, fragments):
 FILE_MISTAKES = [
     ("import time", ":1: import time", "name = value"),
     ("\n\nseed = time.time()", ":3: time.time()", "literal or arithmetic"),
-    ("seed: int = 3", ":1: seed: int = 3", "name = value"),
     ("seed = log_interval = 3", ":1: seed = log_interval = 3", "name = value"),
-    ("seed = [1][0]", ":1: [1][0]", "literal or arithmetic"),
-    ("out_dir = 'a' * 9", ":1: 'a' * 9", "literal or arithmetic"),
     ("out_dir = '%99999999d' % 1", ":1: '%99999999d' % 1", "literal or arithmetic"),
     ("lr_decay_iters = max_iters", ":1: max_iters is not set earlier in this file", "literal or arithmetic"),
     ("seed = 9**9**9", ":1: ", "too large"),

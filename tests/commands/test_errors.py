@@ -60,7 +60,6 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--init_from=resume --out_dir=TRAINED --doc_mask=True", ["doc_mask=True", "False"]),
     ("--init_from=resume --out_dir=TRAINED --objective=masked", ["objective=masked", "no room", "objective, "]),
     ("--init_from=resume --out_dir=TRAINED/step_00000002", ["is one checkpoint"]),
-    ("--out_dir=TRAINED", ["already holds a run", "resume"]),
     ("--out_dir=TRAINED --dataset=pycodee", ["pycodee"]),  # which is to be mended first
 ]
 TRAIN_FLAGS += [("--device=cuda", ["--device=auto"])] * (not torch.cuda.is_available())
@@ -97,7 +96,6 @@ DAMAGES = [  # a file of the run, and what happens to it
     ("step_00000002/rank_0.safetensors", lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])),
     ("metrics.jsonl", partial(replaced, partial(os.symlink, "/dev/zero"))),
     ("metrics.jsonl", partial(replaced, os.mkfifo)),
-    ("metrics.jsonl", partial(replaced, os.mkdir)),
 ]
 
 

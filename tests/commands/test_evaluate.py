@@ -237,7 +237,7 @@ def test_json_has_no_infinity(capsys):
 def files(tmp_path_factory) -> Path:
     """Texts, and data sets of 20 and 300 characters, and of bytes by a tokenizer that is not known."""
     folder = tmp_path_factory.mktemp("files")
-    for name, content in {"one": b"a", "latin1": b"\xe9t\xe9", "text": b"the cat"}.items():
+    for name, content in {"one": b"a", "text": b"the cat"}.items():
         (folder / f"{name}.txt").write_bytes(content)
     for name, chars in {"chars": 20, "large": 300}.items():
         text = "".join(chr(1000 + i) for i in range(chars)) * 2
@@ -252,13 +252,10 @@ REFUSED = [  # run, flags, and what the line must name
     ("causal", ["--dataset=nowhere", "--file=x"], ["dataset=nowhere (command line): used only with file=''", "file=x"]),
     ("causal", ["--file=x", "--eval_iters=3"], ["eval_iters=3", "file=x"]),
     ("causal", ["--file=x", "--split=train"], ["split=train", "file=x"]),
-    ("causal", ["--file=."], ["file=.", "Not a regular file"]),
     ("causal", ["--file=one.txt"], ["file=one.txt has 1 tokens"]),
-    ("causal", ["--file=latin1.txt"], ["file=latin1.txt", "not UTF-8"]),
     ("masked", ["--file=text.txt"], ["objective=causal"]),
     ("causal", ["--block_size=17"], ["block_size=17", "16"]),
     ("causal", ["--batch_size=2e9"], ["batch_size=2000000000", "make it smaller"]),
-    ("causal", ["--dtype=float16"], ["float16", "float32"]),
     ("causal", ["--out_dir=hf", "--answers=x"], ["no directory hf"]),
     ("causal", ["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
     ("masked", ["--dataset=chars"], ["chars has another tokenizer than the model", "prepare the data"]),
