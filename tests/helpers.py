@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.files import Shard
 from engine.checkpoint import files as checkpoint
@@ -135,6 +136,19 @@ def assert_rounds_alike(got, plain, exact, what: str):
     assert usual / 100 <= error <= limit, f"{what} errs by {error:.1e} of its size, bfloat16 explains {limit:.1e}"
     factor, limit = 1 + (got - plain) @ exact / size**2, unit + 4 * usual / root
     assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, bfloat16 explains {limit:.4f}"
+
+
+class Operations(TorchDispatchMode):
+    """Calls note(operator, args, kwargs, result) of each operation on tensors."""
+
+    def __init__(self, note: Callable):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        result = f(*args, **(kwargs or {}))
+        self.note(f, args, kwargs, result)
+        return result
 
 
 class Bomb:

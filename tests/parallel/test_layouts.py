@@ -1,8 +1,5 @@
-"""Whatever the layout of the ranks, training is the same: every run here is held against one process's run.
-
-Losses and gradient norms of some steps (a model of FSDP: 20) and the evaluation after them, the same global batch, in
-float64 and some in float32. The processes are real (gloo); each launch makes several runs.
-"""
+"""Whatever the layout of the ranks, training is the same: losses, gradient norms and evaluations of runs on real
+processes are held against one process's runs, in float64 and some in float32."""
 
 import itertools
 import shutil
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from helpers import (
     IN_FLOAT64,
     TINY,
+    Operations,
     assert_rounds_alike,
     assert_same_but_for_rounding,
     distance,
@@ -27,7 +25,6 @@ from helpers import (
 )
 from ranks import launch, train_runs
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops
 from configurator import Config, parse
@@ -188,8 +185,7 @@ UNEVEN_RUNS = {  # on 3 ranks: name -> (flags of the model, of the layout)
 
 
 def test_layouts_whose_sizes_do_not_divide(run, alone, many):
-    """Three ranks, a width of 20 and 257 ids: shares differ in size, and some are empty. What three saved as shards
-    goes on in one process. All in float64: how sizes are divided does not depend on it."""
+    """Shares differ in size, and some are empty. What three ranks saved as shards goes on in one process."""
     runs = {name: [*SIZES, *UNEVEN, *flags, *how, IN_FLOAT64] for name, (flags, how) in UNEVEN_RUNS.items()}
     folder = many(3, *runs.items())
     for saved in ("fsdp", "gains"):
@@ -210,8 +206,7 @@ PAIRS = {"fsdp": ["layernorm", "simplified"], "tp": ["layernorm", "rmsnorm"], "c
 
 
 def test_layouts_in_bfloat16(alone, many):
-    """Weights that travel in bfloat16: losses, gradient norms and evaluations err from float32's as those of one
-    process in bfloat16 do. In a simplified block, values are in float32, and queries in bfloat16; gains are whole."""
+    """Losses, gradient norms and evaluations err from float32's as those of one process in bfloat16 do."""
     runs = [(layout, name) for layout, names in PAIRS.items() for name in names]
     flags = [(", ".join(key), [*SIZES, *LAYOUTS[key[0]], *IN_BFLOAT16[key[1]]]) for key in runs]
     folder = many(2, *flags)
@@ -258,8 +253,8 @@ def masks_drawn(runs: dict[str, list[str]], folder: Path):
 
 
 def test_every_rank_drops_something_else(run, tiny_data, tmp_path):
-    """Masks of different ranks, micro-batches and layers agree in half of their places, as those of p=0.5 do by chance.
-    So do those of two ranks that were not there when the checkpoint was saved, and those of a run's beginning."""
+    """Masks of any two ranks, micro-batches and layers agree in half of their places, as chance has it; so do those of
+    ranks that were not there when the checkpoint was saved."""
     common = [*TINY, *SIZES, f"--dataset={tiny_data}", "--dropout=0.5", "--max_iters=2", "--block_size=18"]
     common += ["--gradient_accumulation_steps=6"]
     layouts = {"ddp": [], "cp": ["--cp=3", *TWO], "resumed": ["--init_from=resume", "--max_iters=4"]}
@@ -285,19 +280,6 @@ def pretended(monkeypatch):
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class Sent(TorchDispatchMode):
-    """How often each collective sends."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if f.namespace in ("c10d", "_c10d_functional"):
-            self.seen[f.__name__.partition(".")[0]] += 1
-        return f(*args, **(kwargs or {}))
 
 
 def step(rank: ShardedModel):
@@ -328,12 +310,6 @@ def test_fsdp_keeps_gains_in_float32(pretended):
 def test_selective_recomputation_keeps_every_second_product(block):
     """So of four in a layer, one is computed again: the backward does not need the last one's result."""
     cfg, products = parse(Config, [*TINY, "--vocab_size=257", f"--block={block}"]), []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-            products.extend([f] * (f in MATMULS))
-            return f(*args, **(kwargs or {}))
-
     found = {}
     for kind in ("none", "selective", "full"):
         lm, text = Model(cfg, 0), torch.zeros(2, 16, dtype=torch.int64)
@@ -341,7 +317,7 @@ def test_selective_recomputation_keeps_every_second_product(block):
             recompute(each, kind)
         loss = lm(text, text)
         products.clear()
-        with Products():
+        with Operations(lambda f, *_: products.extend({f} & MATMULS)):
             loss.backward()
         found[kind] = len(products), torch.cat([p.grad.flatten() for p in lm.parameters()])
     assert [n - found["none"][0] for n, _ in found.values()] == [0, 2 * 1, 2 * 3]  # in two layers
@@ -382,8 +358,7 @@ MOVES = [  # processes, layout, sequences of a micro-batch, micro-batches of a s
 
 
 def test_a_run_moves_from_layout_to_layout(run, alone, many):
-    """A step each on shards, experts, slices, stages and one process, divided in other ways, are those of one process
-    that nobody stops. The first of two layers is dense; the second has three experts for two shards."""
+    """A step each on shards, experts, slices, stages and one process are those of one process that nobody stops."""
     common = [*GATED, *EXPERTS, "--n_expert=6", *MUON, *HALVES, f"--lr_decay_iters={len(MOVES)}", IN_FLOAT64]
     for step, (processes, how, batch, accumulation) in enumerate(MOVES, 1):
         flags = [*SIZES, *common, f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}"]
@@ -417,22 +392,22 @@ def test_the_same_layout_goes_on_digit_for_digit(many):
 # ---- What a layout costs
 
 
-@pytest.mark.parametrize(
-    "flags,sums",
-    [([], 2), (["--block=simplified"], 2), (["--block=parallel"], 1), (["--block=superblock"], 1)]
-    + [(["--block=superblock", "--layer=c.own_slots"], 1)],
-)
+@pytest.mark.parametrize("flags,sums", [
+    ([], 2), (["--block=simplified"], 2), (["--block=parallel"], 1), (["--block=superblock"], 1),
+    (["--block=superblock", "--layer=c.own_slots"], 1),
+])  # fmt: skip
 def test_layers_of_a_superblock_need_half_of_the_collectives(flags, sums, pretended):
     """Per layer, forward and backward: a gather and a scatter for each sum of the stream, twice."""
     cfg = parse(Config, [*TINY, "--vocab_size=257", "--n_head=4", "--tp=4", *TWO, *flags])
-    ranks = join(cfg)
+    ranks, sent = join(cfg), Counter()
     for cfg.n_layer in (2, 3):
         rank = ShardedModel(cfg, ranks)
         rank.init_weights(cfg.seed)
-        with Sent() as sent:
+        sent.clear()
+        with Operations(lambda f, *_: sent.update([f.__name__.partition(".")[0]])):
             step(rank)
         for name in ("_allgather_base_", "reduce_scatter_tensor"):
-            assert sent.seen[name] == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
+            assert sent[name] == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
 
 
 def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
@@ -444,30 +419,27 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
 # ---- What does not fit
 
 
-@pytest.mark.parametrize(
-    "ranks,flags,said",
-    [
-        (3, ["--tp=2"], "tp=2, cp=1 and pp=1 need 2 ranks or a multiple, and there are 3"),
-        (4, [*FSDP, "--dp_replicate=3"], "dp_replicate=3 does not divide the 4 data-parallel ranks"),
-        (3, [], "gradient_accumulation_steps=4, .* not divisible by the 3 data-parallel ranks; set it to 6"),
-        (2, ["--tp=2", "--attention=mqa"], "tp=2 does not divide n_kv_head=1"),
-        (2, ["--tp=2", "--block_size=15"], "tp=2 does not divide block_size=15; set --block_size=16"),
-        (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
-        (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
-        (2, ["--tp=2", "--block=superblock", "--n_group=3", "--n_embd=48"], "tp=2 does not divide n_group=3"),
-        (2, ["--tp=2", *GROUPS], "the softmax of p needs all its units; set n_group=2"),
-        (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
-        (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
-        (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
-        (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
-        (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
-        (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp lower"),
-        (2, ["--batch_ramp=2:5,3:9"], "batch_ramp=2:5,3:9 is divided among the 2 .*; set multiples of 2"),
-        (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp=4:9 does not go with pp=2, .* set pp=1"),
-        (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs at least 2 micro-batches"),
-        (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("ranks,flags,said", [
+    (3, ["--tp=2"], "tp=2, cp=1 and pp=1 need 2 ranks or a multiple, and there are 3"),
+    (4, [*FSDP, "--dp_replicate=3"], "dp_replicate=3 does not divide the 4 data-parallel ranks"),
+    (3, [], "gradient_accumulation_steps=4, .* not divisible by the 3 data-parallel ranks; set it to 6"),
+    (2, ["--tp=2", "--attention=mqa"], "tp=2 does not divide n_kv_head=1"),
+    (2, ["--tp=2", "--block_size=15"], "tp=2 does not divide block_size=15; set --block_size=16"),
+    (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
+    (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
+    (2, ["--tp=2", "--block=superblock", "--n_group=3", "--n_embd=48"], "tp=2 does not divide n_group=3"),
+    (2, ["--tp=2", *GROUPS], "the softmax of p needs all its units; set n_group=2"),
+    (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
+    (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
+    (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
+    (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
+    (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
+    (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp lower"),
+    (2, ["--batch_ramp=2:5,3:9"], "batch_ramp=2:5,3:9 is divided among the 2 .*; set multiples of 2"),
+    (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp=4:9 does not go with pp=2, .* set pp=1"),
+    (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 needs at least 2 micro-batches"),
+    (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
+])  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused_by_name(ranks, flags, said):
     cfg = parse(Config, [*TINY, *SIZES, *flags])
     with pytest.raises(ValueError, match=said):

@@ -1,8 +1,4 @@
-"""The loss of a step is the mean over its targets, however unevenly they are spread over micro-batches and ranks.
-
-The reference computes the logits of all sequences at once: the sum of cross entropies over the number of targets, and
-the norm of its gradient. All in float64, to 1e-9.
-"""
+"""The loss of a step is the mean over its targets, however unevenly they are spread over micro-batches and ranks."""
 
 from functools import cache
 

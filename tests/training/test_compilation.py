@@ -60,7 +60,7 @@ def test_a_resume_keeps_the_compilation(tiny_data, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(compilation, "try_compiler", lambda device: None)
 
     def go(*flags: str) -> str:
-        train_main([*FLAGS, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags])
+        train_main([*FLAGS, *SHORT, "--n_layer=1", f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags])
         return capsys.readouterr().out
 
     first, second, *_ = go("--compile=True").splitlines()
@@ -75,7 +75,6 @@ def test_a_resume_keeps_the_compilation(tiny_data, tmp_path, monkeypatch, capsys
 
 
 def settle_on_two_ranks():
-    """Each line is: whether the compiler works on each rank, then what this one does."""
     cfg = parse(Config, [*FLAGS, "--dtype=float32", "--compile=True"])
     ranks = parallel.join(cfg)
     for works in ("11", "10", "01"):
@@ -85,16 +84,13 @@ def settle_on_two_ranks():
                 raise ValueError(f"no compiler on rank {ranks.rank}")
 
         compilation.try_compiler = attempt
-        print("settled:", works, settle(cfg, ranks).compile)
+        assert settle(cfg, ranks).compile == (works == "11")
 
 
 def test_all_ranks_do_the_same(tmp_path):
     """A rank without a compiler keeps all of them from compiling."""
     launch(2, settle_on_two_ranks, tmp_path)
     first, other = ((tmp_path / f"rank {rank}").read_text() for rank in range(2))
-    for text in (first, other):
-        settled = [line[9:] for line in text.splitlines() if line.startswith("settled: ")]
-        assert settled == ["11 True", "10 False", "01 False"]
     assert first.count(COMPILING) == 3 and first.count(FAILS) == 2 and "no compiler on rank 1" in first
     assert COMPILING not in other and FAILS not in other
 
@@ -118,17 +114,10 @@ def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, caps
 
 
 def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
-    """Of the many lines of an error, and of an error without a line its class."""
     output = "CppCompileError: C++ error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp:3: fatal error: Python.h: No\n"
-    for error, cause in (
-        (RuntimeError(output), "x.cpp:3: fatal error: Python.h: No"),
-        (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
-        (AssertionError(), "AssertionError"),
-    ):
-        monkeypatch.setattr(torch._inductor, "compile", Mock(side_effect=error))
-        with pytest.raises(ValueError) as caught:
-            try_compiler(ALONE.device)
-        assert str(caught.value).startswith(f"{cause}; install g++")
+    monkeypatch.setattr(torch._inductor, "compile", Mock(side_effect=RuntimeError(output)))
+    with pytest.raises(ValueError, match="^x.cpp:3: fatal error: Python.h: No; install g[+][+]"):
+        try_compiler(ALONE.device)
 
 
 def test_a_folder_with_a_blank_is_the_cause(cache, tmp_path, monkeypatch, capsys):
@@ -200,7 +189,8 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch):
     calls, log, made = Counter(), train.Run.log, []
     monkeypatch.setattr(compilation, "try_compiler", lambda device: None)
     monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
-    flags = ["--block=superblock", "--n_layer=9", "--dropout=0.1", "--loss_chunk=24", "--max_iters=2"]
+    flags = ["--block=superblock", "--layer=c.own_slots+p", "--pos=alibi", "--window=5"]
+    flags += ["--n_layer=9", "--dropout=0.1", "--loss_chunk=24", "--max_iters=2"]
     with noting_graphs(calls) as graphs:
         torch._dynamo.utils.counters.clear()
         run(*flags, "--compile=True", "--eval_interval=2")
@@ -226,10 +216,12 @@ def test_layers_of_experts_share_a_graph(how):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.02)
 
 
-@pytest.mark.parametrize("kind, block", [(Block, "standard"), (Stack, "superblock, joint pool")])
-def test_a_stack_can_be_one_graph(kind, block):
+@pytest.mark.parametrize("kind, block, more", [
+    (Block, "standard", "--attn_gate=head"), (Stack, "superblock, joint pool", "--value_residual=True"),
+])  # fmt: skip
+def test_a_stack_can_be_one_graph(kind, block, more):
     """As on a single GPU. The encoder has a graph of its own, and the source may be of another length."""
-    model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"], "--n_encoder_layer=1"]), seed=1)
+    model = Model(parse(Config, [*SIZES, *FAMILIES[f"{block}; seq2seq; adamw"], "--n_encoder_layer=1", more]), seed=1)
     idx = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(0))
     batch = {"idx": idx, "targets": idx, "source": idx[:, :16]}
     with noting_graphs(Counter()) as graphs:

@@ -1,8 +1,5 @@
-"""Every family computes, in float64, what it did when tests/golden.json was written.
-
-Each two of a block, an objective and an optimizer meet in the half of which make test runs three steps; make slow runs
-all twenty of all families.
-"""
+"""Every family computes, in float64, what it did when tests/golden.json was written: here three steps of a half
+in which each two of a block, an objective and an optimizer meet, and in make slow twenty of all."""
 
 import itertools
 import json

@@ -1,9 +1,5 @@
-"""train.py against tests/oracle.py, which has nothing in common with it: every figure that a run of eight steps logs,
-its weights and the states of its optimizers.
-
-The data has 38 windows of training and 15 of validation, so that the runs go through two and a half epochs, and batches
-of evaluation are filled up.
-"""
+"""train.py against tests/oracle.py, which has nothing in common with it: every figure that a run logs, its weights and
+the states of its optimizers, in two and a half epochs of 38 windows, with batches of evaluation that are filled up."""
 
 import math
 
@@ -70,8 +66,7 @@ def short_data(tmp_path_factory):
 
 
 def write(folder, every: int, *lengths: int):
-    """Of train and of val so many tokens, in documents of about `every`, cut into files of 300: letters that depend on
-    those before them."""
+    """So many tokens of train and val, in documents of about `every`: letters that depend on those before them."""
     rng, tokenizer = np.random.default_rng(0), ByteTokenizer()
     with ShardWriter(folder, tokenizer, shard_tokens=300) as out:
         for split, length in zip(("train", "val"), lengths, strict=True):

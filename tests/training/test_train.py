@@ -26,6 +26,7 @@ from helpers import (
     IN_FLOAT64,
     ROOT,
     TINY,
+    Operations,
     distance,
     edit_state,
     figures,
@@ -41,7 +42,6 @@ from ranks import begin, command, exit_codes, train_main, train_until
 from ranks import launch as launch_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import full_disk
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import ops
@@ -144,17 +144,7 @@ def test_evaluations_change_no_training(run):
     assert once == [*steps_of(often), losses(often)[-1]] and len(once) == 5
 
 
-class Products(TorchDispatchMode):
-    """The dtypes of what matrix multiplications take. Attention of few keys is in float32 on a CPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        if str(f).startswith(("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.linear.", "aten.matmul.")):
-            self.dtypes |= {x.dtype for x in args[:3] if isinstance(x, torch.Tensor)}
-        return f(*args, **(kwargs or {}))
+PRODUCTS = tuple(f"aten.{name}." for name in "mm addmm bmm baddbmm linear matmul".split())
 
 
 @pytest.mark.parametrize("flags", [
@@ -163,22 +153,28 @@ class Products(TorchDispatchMode):
     [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
 ], ids=["standard", "joint", "seq2seq"])  # fmt: skip
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
-    """In training, recomputation, evaluations, samples and Muon; parameters and gradients are float32."""
-    kept, backward = set(), ShardedModel.backward
+    """In training, recomputation, evaluations, samples and Muon; parameters and gradients are float32, and on a CPU the
+    attention of few keys."""
+    kept, backward, taken = set(), ShardedModel.backward, set()
 
     def seen(self, *args):
         loss = backward(self, *args)
         kept.update(x.dtype for p in self.model.parameters() for x in (p, p.grad))
         return loss
 
+    def note(f, args, *_):
+        if str(f).startswith(PRODUCTS):
+            taken.update(x.dtype for x in args[:3] if isinstance(x, torch.Tensor))
+
     monkeypatch.setattr(ShardedModel, "backward", seen)
-    with Products() as products:
+    with Operations(note):
         folder = run(*flags, "--dtype=bfloat16", "--optimizer=muon", "--max_iters=1", "--eval_interval=1")
     prompt = "--start=the <mask>" if "--objective=seq2seq" in flags else "--start=the"
-    with Products() as of_samples:
+    assert taken == {torch.bfloat16} and kept == {torch.float32}
+    taken.clear()
+    with Operations(note):
         sample.main([f"--out_dir={folder}", prompt, "--dtype=bfloat16", "--max_new_tokens=4", "--device=cpu"])
-    assert products.dtypes == of_samples.dtypes == {torch.bfloat16}
-    assert kept == {torch.float32}
+    assert taken == {torch.bfloat16}
 
 
 def test_a_whole_evaluation_reads_at_most_100_batches_of_training(run, monkeypatch):
@@ -488,18 +484,6 @@ def test_a_signal_in_the_first_step(tiny_data, tmp_path):
     assert (tmp_path / "rank 0").read_text().endswith(f"{STOPPED}\n")
 
 
-def test_a_run_that_ends_at_once_has_answered(monkeypatch, capfd, in_this_process):
-    """On a busy machine the thread that answers may begin only then."""
-    read = os.read
-    monkeypatch.setattr(os, "read", lambda *args: (read(*args), time.sleep(0.1))[0])
-    with StopSignal(ALONE) as stop:
-        stop.unsaved_steps = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed() and stop.name == "SIGTERM"
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # a second one ends the process
-    assert capfd.readouterr().err == f"{STOPPING}\n"
-
-
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_signal_is_answered_at_once(monkeypatch, in_this_process, size):
     """By rank 0, although an operation goes on that no Python code interrupts, such as a long backward pass."""
@@ -512,6 +496,7 @@ def test_a_signal_is_answered_at_once(monkeypatch, in_this_process, size):
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**6)
         end = time.monotonic()
         assert stop.name == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL  # a second one ends the process
     assert [text for _, (_, text) in written] == ([] if size else [f"{STOPPING}\n".encode()])
     assert all(when < end for when, _ in written)
 
