@@ -117,8 +117,7 @@ def in_this_process():
 
 @pytest.fixture
 def run(tiny_data, tmp_path, in_this_process):
-    """run(*flags) trains in this process, with --dtype=float64 too; returns the folder, which metrics() and the
-    checkpoints are in."""
+    """run(*flags) trains in this process, with --dtype=float64 too, and returns the run's folder."""
 
     def call(*flags: str, out: str = "out") -> Path:
         ranks.train_main([*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
@@ -129,8 +128,7 @@ def run(tiny_data, tmp_path, in_this_process):
 
 @pytest.fixture
 def many(tiny_data, tmp_path):
-    """many(2, ("a", flags), ("b", flags)) trains each on two ranks, one after the other in the same processes, in
-    folders of these names; returns the folder around them."""
+    """many(2, ("a", flags), ("b", flags)) trains each on the same two ranks; returns the folder of folders a and b."""
 
     def call(processes: int, *runs: tuple[str, list[str]], saved: bool = True) -> Path:
         flags = [[*TINY, f"--dataset={tiny_data}", *each, f"--out_dir={tmp_path / name}"] for name, each in runs]
@@ -142,8 +140,7 @@ def many(tiny_data, tmp_path):
 
 @pytest.fixture(scope="session")
 def modules_cache(tmp_path_factory):
-    """transformers copies the code that it runs into this folder. All tests share it, as the package in it is imported
-    only once."""
+    """transformers copies code that it runs into this folder, for all tests, as it imports the package in it once."""
     from transformers import dynamic_module_utils
 
     with pytest.MonkeyPatch.context() as patch:

@@ -91,12 +91,9 @@ def in_both(runs: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
 
 
 def assert_same_but_for_rounding(folder: Path, alone: dict[str, Callable[..., list[tuple]]], in_float32: list[str]):
-    """The `losses` of the runs in the folder, which `in_both` has named, are those that alone[name](*flags) has of one
-    process.
-
-    In float64 they agree to 1e-9. From these, float32 may differ ten times as much as the worst of its runs does in one
-    process: how much that is depends on the CPU. `in_float32`: which runs the folder has in it too.
-    """
+    """The `losses` of the runs that `in_both` has named are those that alone[name](*flags) has of one process: in
+    float64 to 1e-9; in float32, which only some runs are `in_float32`, they may differ from float64 ten times as much
+    as the worst of these does in one process, as that depends on the CPU."""
     exact = {name: call(IN_FLOAT64) for name, call in alone.items()}
     for name in alone:
         assert (error := distance(losses(folder / f"{name}, wide"), exact[name])) < 1e-9, f"{name}: {error} in float64"
@@ -123,12 +120,9 @@ def read_all(stream) -> list[int]:
 
 def assert_rounds_alike(got, plain, exact, what: str):
     """Tensors or lists of n numbers: got and plain are two computations of the same in bfloat16, exact is a finer one.
-
-    Which numbers a kernel rounds, and how, differs between CPUs, so no fixed tolerance holds on all of them. But the
-    errors of got must be of the order of plain's: at most three times as large, and a mean of n roundings more; and at
-    least a hundredth, as those of another dtype would not be. A common factor that is smaller than the errors of the
-    single numbers shows in the projection on exact, where roundings average out.
-    """
+    CPUs round differently, so the errors of got are compared with plain's: at most three times as large, and a mean of
+    n roundings more; and at least a hundredth, as those of another dtype would not be. A common factor that is smaller
+    than the errors of single numbers shows in the projection on exact, where roundings average out."""
     got, plain, exact = (torch.as_tensor(x).detach().double().flatten() for x in (got, plain, exact))
     unit, size, root = torch.finfo(torch.bfloat16).eps / 2, exact.norm(), len(exact) ** 0.5
     error, usual = ((x - exact).norm() / size for x in (got, plain))
@@ -159,8 +153,7 @@ class Bomb:
 
 
 def refused(main: Callable, argv: list, capture, fragments: Iterable[str] = ()) -> str:
-    """The one line on stderr with which main(argv) ends, with exit code 2, and which has all fragments; `capture` is
-    pytest's capsys or capfd."""
+    """The line on stderr with which main(argv) ends, with code 2; it has all fragments. `capture`: capsys or capfd."""
     capture.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(arg) for arg in argv])
@@ -180,8 +173,8 @@ def gone(pid: int) -> bool:
 
 
 def changes_until_killed(action: Callable, last: int = 10**9) -> int:
-    """Runs action in a forked process, which is killed before its `last` change of the file system. Returns how many it
-    has begun: `last`, or fewer if it has ended before. sys.audit("change") counts as one too."""
+    """Runs action in a fork that is killed before its `last` change of files; sys.audit("change") is one too. Returns
+    how many it has begun."""
     read, write = os.pipe()
     if (process := os.fork()) == 0:
         numbers = itertools.count(1)

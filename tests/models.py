@@ -1,5 +1,4 @@
-"""Tiny models and their inputs, decoding with and without a cache, and attention from its equations: what the tests of
-the model share."""
+"""What tests of the model share: tiny models and inputs, decoding without a cache, attention from its equations."""
 
 import math
 from typing import Literal, get_args, get_origin
@@ -50,8 +49,7 @@ def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
 
 
 def check_decoding(model, prompt, n=T, **source):
-    """Cached decoding of n tokens gives what the uncached gives, beyond block_size as well. Up to there, one forward
-    has the logits of every length."""
+    """Cached decoding of n tokens gives what the uncached gives, beyond block_size as well."""
     text, steps = decoded(model, prompt, n, **source)
     limit = model.cfg.block_size
     whole = model(text[:, :limit], **source)

@@ -58,8 +58,7 @@ def launch(size: int, work: Callable, folder: Path, *args):
 
 
 def fork_server():
-    """The process that others are forked from, if there is none. multiprocessing would start another Python for it,
-    which would have to import all again."""
+    """The process that others are forked from: not a new Python, as multiprocessing's, which would import all again."""
     resource_tracker.ensure_running()  # which is a Python of its own
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(util, "spawnv_passfds", serve)
@@ -83,8 +82,7 @@ def serve(path: str, args: list[str], fds: list[int]) -> int:
 
 
 def redirect(out: int, err: int):
-    """Give stdout and stderr these files. The files of the process that was forked, to which its loggers may write, are
-    stderr, too."""
+    """Give stdout and stderr these files. What loggers of the process that was forked may write to is stderr too."""
     os.dup2(out, 1)
     for fd in (2, *OTHERS):
         os.dup2(err, fd)
@@ -138,8 +136,7 @@ def command(program: list[str], folder: Path, **options) -> tuple[int, str]:
 
 
 def begin(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False, largest=0) -> multiprocessing.Process:
-    """The program's process, whose stderr is a file in the folder. `stdout` is the file that it writes to, `unbuffered`
-    python's -u, `largest` the most bytes of a file."""
+    """The program's process, with stderr in the folder. `unbuffered`: python's -u, `largest`: most bytes of a file."""
     [process] = start(_command, [(program, stdout, folder / "stderr", unbuffered, largest)])
     return process
 
@@ -187,8 +184,7 @@ def train_until(step: int, number: int, flags: list[str]):
 
 
 def train_main(flags: list[str]):
-    """train.py with these flags. --dtype=float64 is known here alone: all tensors are made in it and none is cast, so
-    two computations of the same agree to 1e-12 on every CPU."""
+    """train.py with these flags. --dtype=float64, known here alone, makes all tensors in it, and none is cast."""
     import train
     from engine import optim
 
@@ -205,8 +201,8 @@ def train_main(flags: list[str]):
 
 
 def train_runs(all_flags: list[list[str]], saved: bool = True):
-    """train.py with each of these flags, one after the other in the same processes. Without `saved`, which is enough
-    where only figures are compared, checkpoints are written at a save_interval alone, and no memory is planned."""
+    """train.py with each of these flags, in the same processes. Without `saved`, which is enough for figures,
+    checkpoints are written at a save_interval alone, and no memory is planned."""
     import train
 
     save = train.Run.save

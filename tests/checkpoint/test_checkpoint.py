@@ -137,22 +137,6 @@ def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
     digest = hashlib.sha256((path / "index.json").read_bytes()).hexdigest()
     assert checkpoint.read_state(path) == state | {"step": 1000, "format": 4, "index_sha256": digest}
     assert same(load_file(path / "rank_0.safetensors"), tensors)  # and any other tool can open it
-    weight = torch.nn.Parameter(torch.zeros(300, 7))
-    load(path, {"model.w": weight})  # some names alone
-    assert torch.equal(weight, tensors["model.w"]) and weight.is_leaf
-
-
-def test_wrong_name_shape_or_dtype_is_named(tmp_path, tensors):
-    path = save(tmp_path, 1, tensors)
-    untouched = torch.zeros(300, 7)
-    for name, tensor, words in [
-        ("model.v", torch.zeros(2), ["model.v", "absent", "(2,)"]),
-        ("model.half", torch.zeros(34).bfloat16(), ["model.half", "(33,)", "(34,)"]),
-        ("model.half", torch.zeros(33), ["model.half", "torch.bfloat16", "torch.float32"]),
-    ]:
-        text = message(ValueError, load, path, {"model.w": untouched, name: tensor})
-        assert all(word in text for word in [*words, str(path), "flags"])
-    assert not untouched.any()
 
 
 def test_pointers_and_pruning(tmp_path):
@@ -219,19 +203,12 @@ def test_damage_is_found_or_harmless(tmp_path, name):
 
 
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
-    save(tmp_path, 1, tensors)
+    """As a kill leaves it between two renames. In test_train.py a run's disk is full."""
+    save(tmp_path, 1, tensors).rename(tmp_path / f"{step_name(1)}.old")
     with full_disk():
-        text = message(OSError, save, tmp_path, 2, tensors)
-        other = message(OSError, save, tmp_path, 2, {"w": torch.ones(100_000)})
-    assert step_name(2) in text and "--out_dir" in text and text == other
+        text = message(OSError, save, tmp_path, 2, {"w": torch.ones(100_000)})
     assert f"{step_name(2)}: File too large; " in text  # of the system, and no "unexpected pos" of torch's
-    assert names(tmp_path) == ["latest", step_name(1)] and holds(tmp_path, tensors)
-    checkpoint.find(tmp_path).rename(tmp_path / f"{step_name(1)}.old")  # as a kill leaves it between two renames
-    with full_disk():
-        message(OSError, save, tmp_path, 2, tensors)
     assert holds(tmp_path, tensors)
-    (tmp_path / "file").write_text("")
-    assert "file" in message(OSError, save, tmp_path / "file", 1, tensors)
 
 
 def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
@@ -347,8 +324,7 @@ def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
 
 
 def part(whole, layout, rank):
-    """What a rank holds. A layout has for each dimension of the mesh, outermost first, the dimension that it cuts, None
-    for copies, and how many ranks there are; each cuts what the one before it left."""
+    """What a rank holds. A layout has for each dimension of the mesh what it cuts, None for copies, and its ranks."""
     tensor, offsets = whole, [0] * whole.dim()
     places = np.unravel_index(rank, [ranks for _, ranks in layout])
     for (dim, ranks), at in zip(layout, places, strict=True):
@@ -541,16 +517,8 @@ def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):
     text = message(OSError, read, prune, math.inf)
     assert "saved to faster" in text and "--keep_last" in text and "damaged" not in text
 
-    # What stays is damaged, and what is no matter of the files is asked once.
-    calls = []
-
-    def refuse(path, state):
-        calls.append(path)
-        raise ValueError("other flags")
-
     put(tmp_path, 7)
-    assert message(ValueError, checkpoint.read, tmp_path, refuse) == "other flags" and len(calls) == 1
-    (tmp_path / step_name(7) / "rank_0.safetensors").unlink()
+    (tmp_path / step_name(7) / "rank_0.safetensors").unlink()  # which stays damaged
     assert "is damaged" in message(ValueError, checkpoint.read, tmp_path, value_of)
 
 
@@ -600,7 +568,8 @@ LIES = [  # keys of the first piece of w, of w itself, and what is said
     ({}, {"pieces": []}, "pieces of w are missing"),
     ({}, {"shape": [4, 3]}, "a piece of w lies outside"),
     ({}, {"dtype": "float32"}, "index.json: KeyError"),
-    ({}, {"dtype": "F16"}, "torch.float16"),
+    ({}, {"dtype": "F16"}, "w is (3, 4) torch.float16 in checkpoint"),
+    ({"sizes": [2, 4]}, {"shape": [2, 4]}, "w is (2, 4) torch.float32 in checkpoint"),
 ]
 
 

@@ -35,8 +35,7 @@ def source(tiny_data, tmp_path_factory):
 
 
 def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
-    """Its flags are the source's by default, and it equals a run from scratch, of other code, whose initial weights are
-    replaced by those of the source."""
+    """Its flags are the source's by default; it equals a run from scratch whose initial weights are replaced."""
     before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
     step, out = checkpoint.find(source), tmp_path / "new"  # a step's directory may be named too
     train.main([*SHORT, f"--init_from=checkpoint:{step}", "--dropout=0", f"--out_dir={out}"])
@@ -60,8 +59,7 @@ def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
 
 
 def test_the_average_of_the_weights(run, many, tmp_path):
-    """It is 0.8 A + 0.2 W after each step, from the initial weights on: computed from the weights of each step, on one
-    rank, after a resume, and on two that have shards, one of them with Muon. It is loaded as the weights are."""
+    """It is 0.8 A + 0.2 W after each step from the initial weights on: on one rank, after a resume, in shards of two."""
     flags = ["--max_iters=3", "--lr_decay_iters=9", "--ema_decay=0.8", IN_FLOAT64, "--eval_interval=0"]
     flags += ["--n_expert=4", "--optimizer=muon"]
     one = run(*flags, "--save_interval=1", "--keep_last=9", out="one")

@@ -34,8 +34,7 @@ def model_of(row: tuple) -> Model:
 @cache
 @torch.no_grad()
 def computes(row: tuple, kind: str) -> list[torch.Tensor]:
-    """The initial weights of a model with these flags; or, with other weights and texts as long as it takes, its loss
-    with dropout, or its logits, also in bfloat16."""
+    """The initial weights of a model; or, with other weights, its loss with dropout, or its logits, or in bfloat16."""
     model = model_of(row)
     if kind == "weights":
         return [p.clone() for p in model.parameters()]
@@ -84,8 +83,7 @@ def effect(row: dict, name: str) -> str:
 
 
 def ignored(rows: list[dict], names: set[str]) -> dict[str, str]:
-    """Those of the flags of which some row accepts every value, and none has an effect: {flag: what else is set there}.
-    Of each flag, the rows are tried until a value has an effect."""
+    """{flag: what else is set} of the flags of which a row accepts every value, and none has an effect."""
     found = {}
     for name in sorted(names):
         for row in rows:

@@ -12,20 +12,7 @@ import torch
 import torch.nn.functional as F
 from families import LAYERS
 from helpers import Operations
-from models import (
-    DOCS,
-    TINY,
-    S,
-    T,
-    assert_same,
-    beside,
-    build,
-    check_decoding,
-    choices,
-    jitter,
-    spy_on_kernels,
-    tokens,
-)
+from models import DOCS, TINY, S, T, assert_same, beside, build, check_decoding, choices, jitter, spy_on_kernels, tokens
 
 import model as M
 import ops
@@ -86,8 +73,7 @@ def refused(row: dict) -> bool:
 
 
 def combinations(drawn: int = 500) -> list[dict]:
-    """Rows of flags in which every two values of two flags meet that any of many random rows has. The next row is the
-    one with most pairs that no row has yet. Only such a row is built: if it is refused, another one is taken."""
+    """Rows of flags in which every two values of two flags meet that any of many random rows has and is not refused."""
     axes = {name: choices(kind) for name, kind in get_type_hints(ModelConfig).items() if choices(kind)}
     rng = random.Random(0)
     pool = [draw(axes, rng) for _ in range(drawn)]
@@ -165,8 +151,7 @@ def check_loss(model, idx, targets, **given):
 
 
 def check_documents_alone(model, idx, docs, source=None, source_docs=None):
-    """A row's first document gives what it gives without the rest of the row, be that other documents or padding;
-    the others, which stand elsewhere then, do so where only distances count."""
+    """A row's first document gives what it gives alone; the others do so where only distances count."""
     together = model(idx, docs=docs, source=source, source_docs=source_docs)
     distances = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
     relative = model.cfg.doc_positions or distances
@@ -582,7 +567,6 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"conv": 1}, ["conv=1: used only with conv!=1"]),
     ({"conv": 65}, ["conv=65: must be <=64"]),
     ({"conv": 4, "objective": "masked"}, ["conv=4: used only with objective=causal"]),
-    ({"conv": 4, "objective": "seq2seq"}, ["conv=4: used only with objective=causal"]),
     ({"block": "superblock", "layer": "c,e.heads", "n_expert": 4}, ["layer=", "experts may have only another map"]),
     *(({"pos": "rope", "rope_scaling": each}, ["rope_scaling=", each, "linear:F"])
       for each in (":::", "linear", "linear:2:3", "linear:1_0", "linear:-2", "linear:\u0662", "yarn:1e300")),

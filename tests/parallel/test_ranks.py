@@ -14,6 +14,7 @@ from data import errors
 from engine.parallel import ranks as parallel
 
 DIFFERING = ["tp=2", "dataset=other", "dropout=0.1", "gradient_accumulation_steps=4", "mlp=swiglu", "ema_decay=0.9"]
+NOWHERE = "no.such.host.invalid"
 
 
 def join_with_other_flags():
@@ -48,9 +49,7 @@ def train_alone(flags: list[str], rank: str, host: str):
     train_main(flags)
 
 
-@pytest.mark.parametrize(
-    "rank, host", [("0", "no.such.host.invalid"), ("1", "no.such.host.invalid"), ("1", "localhost")]
-)
+@pytest.mark.parametrize("rank, host", [("0", NOWHERE), ("1", NOWHERE), ("1", "localhost")])
 def test_a_wrong_address_is_told_in_one_line(rank, host, tiny_data, tmp_path):
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--collective_timeout=1"]
     assert exit_codes(1, train_alone, tmp_path, flags, rank, host) == [2]

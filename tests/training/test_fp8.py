@@ -162,8 +162,7 @@ def on_two_ranks(folder):
 
 
 def test_layouts(tmp_path):
-    """Two ranks find the loss and the gradient of one process, which are near float32's. With tp, a tensor is cut
-    before it is rounded. A block has four layers with three products each; with tp and bias, two are in float8."""
+    """Two ranks find the loss and the gradient of one process. With tp and bias, two layers of a block are changed."""
     launch(2, on_two_ranks, tmp_path, tmp_path)
     one, with_bias, exact = figures(), figures("--bias=True"), figures("--fp8=False")
     assert one[2] == 2 * 2 * 4 * 3 and exact[2] == 0 and abs(one[1] / exact[1] - 1) > 1e-5
