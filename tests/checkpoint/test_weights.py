@@ -59,7 +59,7 @@ def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
 
 
 def test_the_average_of_the_weights(run, many, tmp_path):
-    """It is 0.8 A + 0.2 W after each step from the initial weights on: on one rank, after a resume, in shards of two."""
+    """It is 0.8 A + 0.2 W after each step from the initial weights on: on one rank, after a resume, on two ranks."""
     flags = ["--max_iters=3", "--lr_decay_iters=9", "--ema_decay=0.8", IN_FLOAT64, "--eval_interval=0"]
     flags += ["--n_expert=4", "--optimizer=muon"]
     one = run(*flags, "--save_interval=1", "--keep_last=9", out="one")

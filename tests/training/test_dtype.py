@@ -57,7 +57,7 @@ def test_only_auto_on_a_cpu_asks_for_them(monkeypatch, trained, capsys):
 
 @pytest.fixture
 def go(run, tiny_data, tmp_path, monkeypatch):
-    """go(fast, *flags) trains, and returns the stored dtype; fast: whether the CPU has bfloat16, None if nobody asks."""
+    """go(fast, *flags) trains, and returns the stored dtype. fast: if the CPU has bfloat16, None if nobody asks."""
 
     def call(fast: bool | None, *flags: str, out: str = "out") -> str:
         monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("asked") if fast is None else fast)
