@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from brief import pytest_generate_tests  # noqa: F401
 from helpers import TINY
 from hypothesis import settings
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import ShardWriter
@@ -113,6 +116,18 @@ def in_this_process():
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """This process is the third of four ranks, and the others are pretended: collectives do nothing."""
+    init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=2, world_size=4)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

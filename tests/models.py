@@ -72,8 +72,7 @@ def decoded(model, prompt, n, **options) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, docs=None, slots=None):
-    """From the equations, with every matrix materialised: q (B, H, T, D), k and v (B, Hkv, S, D), docs (B, T) and
-    (B, S), slots (Hkv, M, D) each."""
+    """From the equations: q (B, H, T, D), k and v (B, Hkv, S, D), docs (B, T) and (B, S), slots (Hkv, M, D) each."""
     H, T, D = q.shape[1:]
     S = k.size(2)
     distance = torch.arange(S - T, S)[:, None] - torch.arange(S)

@@ -299,8 +299,7 @@ def test_packed_documents_beside_slots_are_as_if_alone_or_refused(flags, kind):
 
 @pytest.mark.parametrize("flags", [{"window": 300, "attn_softcap": 1.5}, {"attention": "gqa", "n_kv_head": 2}], ids=str)
 def test_alibi_beside_slots_in_a_long_text(flags):
-    """600 positions, where the columns of the bias have carried over twice: slots and context under one softmax with
-    its matrix and its bias written out, for the whole text, and decoded in pieces of 460, 139 and 1 tokens."""
+    """600 positions, where the columns of the bias have carried over twice, as a whole and decoded in three pieces."""
     T, D = 600, C // H
     joint = dict(block="superblock", layer="c.joint_slots", n_slot=5)
     net = build(**joint, pos="alibi", block_size=T, n_layer=1, **flags)

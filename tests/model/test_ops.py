@@ -203,15 +203,6 @@ def test_chunks_have_one_size():
     for n, most in ((12288, 5248), *itertools.product(range(1, 60), repeat=2)):
         rows = ops.equal_rows(n, most)
         assert rows <= most and (n % rows == 0 or rows == most) and -(-n // rows) < 2 * -(-n // most)
-    torch._dynamo.reset()
-    graphs, of_chunk = [], lambda *args: ops.chunk_loss(*args)  # noqa: E731
-    of_chunk = torch.compile(of_chunk, backend=lambda graph, inputs: graphs.append(graph) or graph, dynamic=False)
-    x, W = torch.randn(24, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    targets = torch.randint(9, (24,))
-    ops.cross_entropy(x, W, targets, chunk=10, of_chunk=of_chunk).backward()
-    expected = torch.autograd.grad(F.cross_entropy(x @ W.T, targets, reduction="sum"), (x, W))
-    assert len(graphs) == 1
-    assert torch.allclose(x.grad, expected[0], atol=1e-6) and torch.allclose(W.grad, expected[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

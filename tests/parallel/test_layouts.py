@@ -4,6 +4,7 @@ processes are held against one process's runs, in float64 and some in float32.""
 import itertools
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +25,15 @@ from helpers import (
     steps_of,
 )
 from ranks import launch, train_runs
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ops
 from configurator import Config, parse
 from engine.parallel.context import local_pieces
+from engine.parallel.pipeline import StageModel, keep_stage
 from engine.parallel.ranks import check_layout, join
 from engine.parallel.recomputation import MATMULS, recompute
 from engine.parallel.sharded import ShardedModel
+from engine.parallel.stages import layers
 from model import Model
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
@@ -270,18 +272,6 @@ def test_every_rank_drops_something_else(run, tiny_data, tmp_path):
         assert abs(others - 0.5).max() < 3 / masks.size(1) ** 0.5, name
 
 
-@pytest.fixture
-def pretended(monkeypatch):
-    """This process is the third of four ranks, and the others are pretended: collectives do nothing."""
-    init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=2, world_size=4)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
-    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def step(rank: ShardedModel):
     """A step of one micro-batch of four texts."""
     text = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(rank.ranks.data_rank))
@@ -408,6 +398,23 @@ def test_layers_of_a_superblock_need_half_of_the_collectives(flags, sums, preten
             step(rank)
         for name in ("_allgather_base_", "reduce_scatter_tensor"):
             assert sent[name] == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
+
+
+def test_blocks_are_spread_evenly_and_a_later_stage_begins_with_the_stream():
+    """Which has passed the dropout of the first one."""
+    for n_layer, ranks, sizes in ((5, 4, [2, 1, 1, 1]), (6, 4, [2, 1, 2, 1]), (4, 2, [2, 2]), (3, 3, [1, 1, 1])):
+        found = []
+        for rank in range(ranks):
+            model = Model(parse(Config, [*TINY, f"--n_layer={n_layer}", "--vocab_size=31", "--dropout=0.5"]))
+            keep_stage(model, rank, ranks)
+            found.append(len(model.blocks))
+            assert [*model.blocks._modules] == [str(layer) for layer in layers(n_layer, rank, ranks)]
+            if rank > 0:
+                stage = StageModel(model, nullcontext, first=False)
+                stage.received = torch.randn(2, 12, 16)
+                again, t = model.embed(torch.zeros(2, 12), 3, None)
+                assert again is stage.received and t.tolist() == list(range(3, 15))
+        assert found == sizes
 
 
 def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
