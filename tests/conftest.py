@@ -108,12 +108,13 @@ def more_data(tmp_path) -> Path:
 
 @pytest.fixture
 def in_this_process():
-    """A test may train: with one thread, and the handlers of signals are those of before in the end."""
+    """A test may train, with one thread; in the end signals have their handlers of before, and tensors are float32."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

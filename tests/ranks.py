@@ -1,7 +1,5 @@
 """Several ranks on this machine, forked from a process that has imported everything: torchrun takes ten seconds longer.
 
-fork_server()                             # once, while this process is as new: ranks begin as it is now
-
 launch(2, work, folder, *args)            # work(*args) on both ranks, which find in the environment what torchrun says
 exit_codes(2, work, folder, *args)        # the same where they may fail
 launch(1, torchrun, folder, work, *args)  # the same under torchrun, whose agent starts two workers

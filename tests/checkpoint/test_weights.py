@@ -88,12 +88,6 @@ def test_the_average_of_the_weights(run, many, tmp_path):
     assert first == second
 
 
-@pytest.fixture(autouse=True)
-def float32_again():
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def weights_of(where: str, cfg: Config) -> dict[str, torch.Tensor]:
     def load(found):
         return dict(found.load(cfg, Ranks(0, 1, torch.device("cpu"), torch.float32, False)).model.named_parameters())

@@ -1,5 +1,5 @@
-"""The model against torch.nn's layers and Hugging Face's models, in outputs and in gradients of the reference's
-parameters, of which each weight of ours is a differentiable function."""
+"""The model against torch.nn's layers and Hugging Face's models: outputs, and gradients of the reference's parameters.
+Each weight of ours is a differentiable function of them."""
 
 import math
 from functools import partial

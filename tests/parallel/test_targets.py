@@ -74,15 +74,9 @@ def steps(n: int, *flags: str) -> list[list[float]]:
     return found
 
 
-@pytest.fixture
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("flags", [[], MASKED, ["--loss_chunk=3"]], ids=str)
-def test_accumulation_is_the_mean_over_targets(flags, in_float64):
+def test_accumulation_is_the_mean_over_targets(flags, in_this_process):
+    torch.set_default_dtype(torch.float64)
     for n in (1, 2, 4, 8):
         torch.testing.assert_close(steps(n, *flags), expected(*flags), rtol=1e-9, atol=1e-12)
 

@@ -188,11 +188,6 @@ def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
         torch.testing.assert_close(update, scale * oracle.newton_schulz(gradient), atol=1e-4, rtol=1e-3)
 
 
-def test_no_ratio_to_a_rate_of_zero():
-    with pytest.raises(ValueError, match="set learning_rate"):
-        build(tiny(), config(optimizer="muon", learning_rate=0.0))
-
-
 @pytest.mark.parametrize("kind", get_args(get_type_hints(Config)["optimizer"]))
 def test_an_update_of_any_optimizer(kind):
     """A part of a parameter is updated as in the whole, which FSDP rests on."""
