@@ -127,7 +127,7 @@ def test_too_much_is_refused_before_it_is_allocated(tiny_data, tmp_path, capsys,
 def test_long_texts_are_measured_and_refused_in_seconds():
     cfg = config(
         "--block_size=2**24", "--doc_mask=True", "--pos=rope", "--attn_softcap=30.0", "--batch_size=1",
-        "--vocab_size=256", "--dtype=float32", "--n_head=2", "--n_embd=256",
+        "--vocab_size=256", "--dtype=float32", "--n_layer=4",
     )  # fmt: skip
     started = time.process_time()
     with pytest.raises(ValueError, match=r"block_size=16777216 \(command line\).* needs at least .*activations"):
