@@ -1,7 +1,4 @@
-"""Flags that several tests train with: a family for each block, objective and optimizer, and strings of --layer.
-
-tests/golden.json has the losses of all families.
-"""
+"""Flags that several tests train with: families, whose losses are in tests/golden.json, and strings of --layer."""
 
 import itertools
 

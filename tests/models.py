@@ -28,11 +28,11 @@ def build(dtype=torch.float64, **flags) -> Model:
     return Model(ModelConfig(**TINY | flags)).to(dtype).eval()
 
 
-def jitter(model: Model):
+def jitter(model: torch.nn.Module, spread: float = 0.05):
     """Off the initial point, where parts of a simplified block are the identity and their gradients are zero."""
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.05 * torch.randn_like(p)
+            p += spread * torch.randn_like(p)
 
 
 def tokens(*shape: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What several tests share about data: documents, which of them validate, the scripts, and errors of one line."""
 
 import argparse
-import importlib.util
+import importlib
 import json
 import random
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, read_all
+from helpers import read_all
 from oracle import splitmix
 
 from data.dataset import open_data
@@ -31,7 +31,6 @@ def validates(number: int, fraction: float) -> bool:
 
 
 def args(out, tokenizer="byte", **flags) -> argparse.Namespace:
-    """The flags of a preparation."""
     default = {"val_fraction": 0.2, "field": "text", "shard_tokens": 1000, "threads": 2, "documents": "file"}
     default |= {"shards": 0, "pairs": None, "separator": ""}
     return argparse.Namespace(out=str(out), tokenizer=tokenizer, **default | flags)
@@ -46,7 +45,6 @@ def write_set(folder, train=range(200), val=range(100, 150), tokenizer=None, **o
 
 
 def write_text(folder, tokenizer, text: str) -> Path:
-    """Two splits of this text."""
     ids = tokenizer.encode(text)
     return write_set(folder, ids, ids, tokenizer)
 
@@ -82,10 +80,7 @@ def gpt2_of_other_merges(texts: list[str]) -> GPT2Tokenizer:
 
 def load(name: str):
     """The script data/NAME/prepare.py as a module."""
-    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "data" / name / "prepare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"data.{name}.prepare")
 
 
 def error(call, *arguments, **keywords) -> str:

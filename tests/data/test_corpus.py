@@ -243,8 +243,6 @@ def test_a_single_text_by_default(tmp_path):
 
 
 def test_find_files(tmp_path, monkeypatch, capsys):
-    """Hidden and other names are left out of folders, links are followed once, and a file that has two names is read
-    once; what was left out is said."""
     names = ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.TXT.zst", "note.md", "we[i]rd.txt", "._b.txt")
     for name in (*names, ".ipynb_checkpoints/b-checkpoint.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -323,7 +321,6 @@ WEB = [*texts(60), *texts(60, seed=1)]
 
 @pytest.fixture
 def web(tmp_path) -> list[str]:
-    """Two files of 60 documents, about 30 kB."""
     write_file(tmp_path / "a.jsonl", WEB[:60])
     write_file(tmp_path / "b.parquet", WEB[60:])
     return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")]
@@ -367,7 +364,6 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, monkey
 
 
 def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, capsys):
-    """An interrupted preparation continues reading at the document after its last full shard, in that file."""
     prepare(args(tmp_path / "whole"), web)
     encoded, real = [], ByteTokenizer.encode
 

@@ -176,7 +176,6 @@ ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
 @given(text=ANY, more=ANY)
 @example(text="  the", more="  it")
 def test_ids_and_text_are_those_of_transformers(folder, kind, text, more):
-    """The rest of a text has no blank before it, so the bytes of the ids join to the text."""
     ours, reference = both(folder(kind))
     ids = ours.encode(text)
     assert ids.dtype == np.int64 and ids.tolist() == theirs(reference, text)
@@ -209,7 +208,6 @@ def test_attributes_are_those_of_transformers(folder, kind, tmp_path):
 
 
 def changed(change) -> bytes:
-    """The file of GPT-2's kind of tokenizer, which was changed."""
     parts = json.loads(byte_level().to_str())
     change(parts)
     return json.dumps(parts).encode()

@@ -40,7 +40,6 @@ def corrupting(name: str) -> Objective:
 
 
 def take_rows(loader: Loader, n: int) -> list[dict[str, list[int]]]:
-    """The rows of the next n batches."""
     with closing(loader):
         return rows_of(next(loader) for _ in range(n))
 
@@ -53,7 +52,6 @@ def rows_of(batches) -> list[dict[str, list[int]]]:
 
 
 def test_permutation_looks_random():
-    """The bounds are about five standard deviations."""
     n = 10_000
     a, b = permute(np.arange(n), n, 0), permute(np.arange(n), n, 1)
     assert abs(np.abs(a - np.arange(n)).mean() / n - 1 / 3) < 0.015
@@ -164,7 +162,6 @@ def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 500))
 def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
-    """At every sample the counts differ by less than one from the weights' shares; after a period they are exact."""
     period = blending_indices(weights)
     assert np.bincount(period, minlength=len(weights)).tolist() == weights
     drawn = np.resize(period, len(period) + extra)[:, None] == np.arange(len(weights))

@@ -28,7 +28,6 @@ def texts(n: int, T: int, eot_share: float, seed: int = 0) -> torch.Tensor:
 
 
 def chi_square(counts: list[int], expected: list[float]):
-    """Asserts that the chi-square statistic of the counts is below its mean plus five standard deviations."""
     freedom = len(expected) - 1
     distance = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True))
     assert distance < freedom + 5 * (2 * freedom) ** 0.5, counts
@@ -96,7 +95,6 @@ def test_sizes_of_t5():
 @pytest.mark.parametrize("pos", ["learned", "sinusoidal"])
 @pytest.mark.parametrize("name", OBJECTIVE)
 def test_a_packed_document_is_as_if_alone(name, pos):
-    """Its logits and gradients are those of a model without document masks."""
     window = texts(2, 24, 0)
     window[0, [5, 14]] = window[1, [0, 1, 12]] = 0  # the first row begins inside a document
     objective = OBJECTIVE[name](V, 0, 24, True, 0.5, 2)

@@ -39,7 +39,6 @@ def prepare(path: Path, out: Path, pairs: str = "source,target", **flags) -> Pat
 
 
 def prepared(folder: Path, rows=ROWS, **flags) -> Path:
-    """A data set of these pairs."""
     path = write_records(folder / "rows.jsonl", [{"source": a, "target": b} for a, b in rows])
     return prepare(path, folder / "out", **flags)
 
@@ -97,7 +96,6 @@ def test_what_has_no_pairs_is_refused(tmp_path, record, pairs, flags, words):
 
 
 def opened(folder: Path, split: str = "train", **flags):
-    """(stream, objective, cfg) of a run."""
     cfg = Config(dataset=str(folder), **flags)
     data, objective, _ = open_with_objective(cfg)
     return data.split(split), objective, cfg
@@ -125,7 +123,6 @@ doc = st.tuples(st.integers(1, 9), st.lists(st.tuples(st.integers(1, 6), st.inte
 @given(st.lists(doc, min_size=3, max_size=30), st.integers(0, 9), st.integers(5, 50), st.sampled_from([*PAIRS]))
 @settings(max_examples=15)
 def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, shard, name):
-    """Windows compared with a greedy loop, batches with what a loop makes of each pair."""
     folder, sizes = tmp_path_factory.mktemp("drawn"), []
     for source, targets in docs:
         total = source + sum(a + b for a, b in targets)
@@ -188,7 +185,6 @@ def test_samples_are_the_windows_of_both_sources_in_the_order_of_texts(tmp_path,
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_step_is_the_mean_over_all_its_targets(tmp_path, run, name):
-    """However many of them are in a micro-batch."""
     flags = [f"--dataset={prepared(tmp_path)}", f"--objective={name}", "--block_size=24", "--max_iters=4", IN_FLOAT64]
     whole = steps_of(run(*flags, "--batch_size=8", "--gradient_accumulation_steps=1", out="whole"))
     halves = steps_of(run(*flags, "--batch_size=4", "--gradient_accumulation_steps=2", out="halves"))

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Bomb, read_all, shards_of
+from helpers import Bomb, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import error, files_of, write_set
 
 from data import files
-from data.dataset import TokenStream, open_data
+from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
 
@@ -58,20 +58,6 @@ def test_dtype_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, magic, 
     tokens = [0, vocab_size - 1, 7]
     write_set(tmp_path, train=tokens)
     assert (tmp_path / "train_000000.bin").read_bytes() == shard_bytes(tokens, magic, version, code=code)
-
-
-@given(st.data())
-@settings(max_examples=40)
-def test_reads_span_shard_ends(data):
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-    whole, ends = np.arange(sum(lengths)), np.cumsum(lengths)
-    kinds = [data.draw(st.sampled_from(["<u2", "<i4"])) for _ in lengths]
-    parts = [part.astype(kind) for part, kind in zip(np.split(whole, ends[:-1]), kinds, strict=True)]
-    stream = TokenStream("x", shards_of(*parts), 1000)
-    start = data.draw(st.integers(0, len(whole) - 1))
-    end = data.draw(st.integers(start + 1, len(whole)))
-    found = stream.read(start, end)
-    assert found.dtype == np.int64 and found.tolist() == whole[start:end].tolist()
 
 
 def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
@@ -118,7 +104,6 @@ def test_shards_of_other_projects(tmp_path):
 
 
 def index_bytes(sizes, bounds, code=8, width=2, version=1, magic=b"MMIDIDX\0\0") -> bytes:
-    """Megatron's .idx, written from its description."""
     header = magic + struct.pack("<QBQQ", version, code, len(sizes), len(bounds))
     pointers = [width * sum(sizes[:i]) for i in range(len(sizes))]
     return header + struct.pack(f"<{len(sizes)}i{len(sizes)}q{len(bounds)}q", *sizes, *pointers, *bounds)

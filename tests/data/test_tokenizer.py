@@ -1,5 +1,4 @@
-"""Tokenizers compared with independent definitions: nanoGPT's char table, Python's UTF-8, tiktoken's ordinary encoding,
-Hugging Face's own byte-level BPE."""
+"""Tokenizers compared with others: nanoGPT's char table, Python's UTF-8, tiktoken, Hugging Face's byte-level BPE."""
 
 import hashlib
 import json

@@ -1,7 +1,4 @@
-"""Hugging Face's models in and out, compared with transformers: logits, greedy text, and every number of the weights.
-
-Each architecture is built by transformers from its own config, with all parameters off their initial values.
-"""
+"""Hugging Face's models in and out, compared with transformers: logits, greedy text, every number of the weights."""
 
 import json
 import math
@@ -14,6 +11,7 @@ import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
 from helpers import IN_FLOAT64, distance, losses, metrics, refused, weights_in
+from models import jitter
 from preparing import tokens_of
 from safetensors.torch import load_file, save_file
 
@@ -70,14 +68,11 @@ FOLDED = {"gemma2", "gemma3"}  # whose norms multiply by 1 + w
 
 
 def build(name: str, spread: float = 0.2, **changes):
-    """transformers' model with these weights, float32."""
     kind, keys = ARCHITECTURES[name]
     torch.manual_seed(1)
     config = getattr(transformers, kind)(**keys | changes)
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for p in reference.parameters():
-            p += spread * torch.randn_like(p)
+    jitter(reference, spread)
     return reference.eval()
 
 
@@ -185,9 +180,8 @@ def loaded(folder, **more):
 def test_the_first_family_that_expresses_the_flags(tmp_path, family, tokenizer, flags):
     """Also where theirs has biases that ours has not."""
     model = Model(cfg_of(**flags), seed=1).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(2)
+    jitter(model, 0.2)
     assert choose(model.cfg, tokenizer)[1] == family
     write(tmp_path / "out", model, tokenizer=tokenizer)
     assert_same_logits(model, loaded(tmp_path / "out"))
@@ -291,7 +285,6 @@ def tensor(make, name: str = "model.norm.weight"):
 
 
 def place_outside(folder):
-    """The index of several files names one of another folder."""
     shutil.rmtree(folder)
     shutil.copytree(folder.parent / "shards", folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -371,8 +364,7 @@ STEPS = ["--max_iters=2", "--eval_interval=2", "--eval_iters=0", "--warmup_iters
 
 
 def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path):
-    """The first validation loss is transformers'; every layout of two ranks computes what one process does. The export
-    has no padding rows of tp."""
+    """And every layout of two ranks computes what one process does. The export has no padding rows of tp."""
     reference, folder = small
     flags = [*STEPS, f"--init_from=hf:{folder}"]
     alone, wide = run(*flags), losses(run(*flags, IN_FLOAT64, out="wide"))
@@ -395,7 +387,6 @@ def test_training_starts_from_hugging_face(small, run, many, tiny_data, tmp_path
 
 
 def test_flags_beside_a_model_of_hugging_face(small, run, capsys):
-    """Those that change shapes are refused, the others are free."""
     start = ["--max_iters=1", "--warmup_iters=0", f"--init_from=hf:{small[1]}"]
     for flag in ("n_layer=3", "mlp_ratio=8.0", "tie_weights=True"):
         assert flag in refused(lambda argv: run(*argv), [*start, f"--{flag}"], capsys)

@@ -63,7 +63,6 @@ HARMLESS = {key: 0.5 if "drop" in key else 7 for key in UNREAD - {"model_type"}}
 
 
 def others(value):
-    """Other values of the same kind, and none."""
     match value:
         case None:
             return [True, False, 2, {"rope_type": "linear", "factor": 2.0}]
@@ -99,7 +98,6 @@ class Folder:
         self.config, self.weights = json.loads((where / "config.json").read_text()), reference.state_dict()
 
     def theirs(self) -> torch.Tensor | None:
-        """transformers' logits, or None where it cannot build or run the model."""
         try:
             config = transformers.AutoConfig.from_pretrained(self.where)
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -132,9 +130,7 @@ ALL = [pytest.param(name, 1, id=f"{name}, all", marks=pytest.mark.slow) for name
 
 @pytest.mark.parametrize("name, step", EIGHTHS + ALL)
 def test_each_key_counts_as_in_transformers(tmp_path, name, step):
-    """One edit of each key that transformers asks for, that the file holds, or that is another family's; edits of
-    several keys; all keys that are known as harmless at once. Of the edits of one key, a family makes an eighth, each
-    one another; make slow makes all of them."""
+    """Of the edits of one key, a family makes an eighth, each one another; make slow makes all of them."""
     folder = Folder(name, tmp_path)
     names = (folder.asked | folder.config.keys() | {*MORE, *NEUTRAL}) - UNREAD
     assert len(names) > 40 and "is_causal" in names

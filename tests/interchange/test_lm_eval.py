@@ -1,7 +1,4 @@
-"""The two lines of docs/interchange.md that evaluate a run with lm-eval, typed as a user types them.
-
-make interop runs this file: lm-eval draws in some forty packages, so it has an environment of its own.
-"""
+"""The two lines of docs/interchange.md that evaluate a run with lm-eval, as a user types them; make interop runs it."""
 
 import json
 import os
@@ -45,7 +42,6 @@ def type_in(line: str, cache: Path) -> None:
 
 
 def log_likelihoods(run: Path) -> list[list[float]]:
-    """log p of each choice behind its question, in float64."""
     _, model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(run)), torch.device("cpu"))
     model, out = model.double(), []
     for question, choices in QUESTIONS:

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
-from test_families import write
+from models import jitter
+from test_families import loaded, write
 
 from engine.decode import generate
 from model import Model, ModelConfig
@@ -40,12 +41,11 @@ def both(tmp_path_factory, modules_cache):
     def make(kind: str):
         if kind not in made:
             model = Model(ModelConfig(**SIZE | KINDS[kind]), seed=1).eval()
-            with torch.no_grad():
-                for p in model.parameters():  # no initial zeros or ones
-                    p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+            torch.manual_seed(1)
+            jitter(model, 0.3)  # no initial zeros or ones
             folder = tmp_path_factory.mktemp(kind) / "written"
             write(folder, model, remote_code=True)
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+            theirs = loaded(folder, trust_remote_code=True)
             made[kind] = model.double(), theirs.double(), folder  # in which no CPU rounds by more than 1e-12
         return made[kind]
 
@@ -127,11 +127,10 @@ def test_what_the_forward_cannot_compute_is_refused(both):
 
 
 def test_saved_again_and_drawn_anew(both, tmp_path):
-    """New weights are the model's own."""
     ours, theirs, _ = both("superblock")
     theirs.save_pretrained(tmp_path)
     assert {"model.py", "modeling_superblock.py", "model.safetensors"} <= {p.name for p in tmp_path.iterdir()}
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    again = loaded(tmp_path, trust_remote_code=True)
     for (name, p), q in zip(ours.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q), name
     with torch.no_grad():
