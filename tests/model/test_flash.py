@@ -292,7 +292,6 @@ def card(monkeypatch):
     (9, {"FA3": float("nan"), "FA4": 1.0}, ", by FA4", "FA4"),
     (10, {"FA3": 1.0, "FA4": 1.0}, ", by FA4", "FA4"),
     (8, {"FA3": 1.0, "FA4": 1.0}, "", None),
-    (12, {"FA4": 1.0}, "", None),
 ])  # fmt: skip
 def test_the_newest_kernel_that_works(card, major, computes, said, active):
     card.major = major

@@ -297,12 +297,10 @@ def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):
     """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
     folder = private_folder()
     read_only = Mock(side_effect=OSError(30, "Read-only file system", "x"))
-    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
     homeless = Mock(side_effect=RuntimeError("Could not determine home directory."))
     for caches, at, replacement, cause in (
         (os.environ["XDG_CACHE_HOME"], (os, "access"), lambda *_: False, f"{folder} cannot be written"),
         (tmp_path / "none", (Path, "mkdir"), read_only, "Read-only file system"),
-        (folder / "file", (Path, "exists"), denied, "Permission denied"),
         ("", (Path, "home"), homeless, "Could not determine home"),
     ):
         with monkeypatch.context() as patch:
