@@ -163,7 +163,9 @@ class Comparison:
     def write(self) -> str:
         """Write compare.json and compare.md into the folder, which is made; returns the text of the latter."""
         runs = self.runs
-        notes = [self.stored["measured"], f"All runs have `{self.options.common}`.", "docs/hacking.md explains it."]
+        notes = [self.stored["measured"], "docs/hacking.md explains the columns."]
+        if self.options.common:
+            notes.append(f"All runs have `{self.options.common}`.")
         for run in runs[1:]:
             flags = " ".join(f"--{name}={value}" for name, value in run.changed.items())
             notes.append(f"Run {run.number}, --match={self.options.match}: {flags or 'no flag changes'}.")
