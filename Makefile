@@ -2,7 +2,7 @@
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: an export in a task of lm-eval, and a run in wandb. Both packages have an environment of their own.
-# make baselines: the first table of docs/baselines.md, blocks with rates of their own: 90 minutes; a stopped call goes on.
+# make baselines: the first table of docs/baselines.md, blocks with rates of their own: 70 minutes; a stopped call goes on.
 # make gpu: on a machine with a GPU: is all computed as on the CPU in float64, and how fast does GPT-2 train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 

@@ -53,7 +53,6 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "router_z_loss": 0.0,
     "moe_pattern": "",
     "label_smoothing": 0.0,
-    "z_loss": 0.0,
     "router_balance=loss": "router_balance=bias, or none",
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
@@ -65,6 +64,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "limit": 0,
     "spike_action": "skip",
     "log_ranks": False,
+    "z_loss": 0.0,
     "pp_chunks": 1,
     "fsdp_offload": False,
     "on_save_error": "stop",
