@@ -42,7 +42,7 @@ class Ranks:
     mesh: DeviceMesh | None = None  # dimensions pp, replicate, shard (times cp) and tp; None if size is 1
     cp: ProcessGroup | None = None  # the ranks that share this rank's sequences; None if cp is 1
     stage: ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
-    experts: DeviceMesh | None = None  # that of experts' weights: tp, ep, replicate and shard / ep; None if ep is 1
+    experts: DeviceMesh | None = None  # that of experts' weights: pp, tp, ep, replicate, shard / ep; None if ep is 1
 
     @property
     def first(self) -> bool:
@@ -149,7 +149,7 @@ def join(cfg) -> Ranks:
         stage = make_mesh(cfg, device, grid.view(cfg.pp, -1), "pp stage")["stage"].get_group()
     if cfg.ep > 1:  # adjacent ranks divide the experts, so the ranks with the same experts are ep apart
         cut = grid.unflatten(2, (-1, cfg.ep)).permute(0, 4, 3, 1, 2)
-        experts = make_mesh(cfg, device, cut, "pp tp ep replicate shard")["tp", "ep", "replicate", "shard"]
+        experts = make_mesh(cfg, device, cut, "pp tp ep replicate shard")
     data_rank = place.rank // (cfg.cp * cfg.tp) % data
     return replace(ranks, data_rank=data_rank, data_size=data, mesh=mesh, cp=cp, stage=stage, experts=experts)
 

@@ -135,7 +135,7 @@ def test_each_key_counts_as_in_transformers(tmp_path, name, step):
     names = (folder.asked | folder.config.keys() | {*MORE, *NEUTRAL}) - UNREAD
     assert len(names) > 40 and "is_causal" in names
     edits = [{key: value} for key in sorted(names) for value in others(folder.config.get(key))]
-    assert sum(folder.compare(**edit) for edit in edits[NAMES.index(name) % step :: step]) > 9 // step
+    assert sum(folder.compare(**edit) for edit in edits[NAMES.index(name) % step :: step]) >= 9 // step
     for what, (changes, _, equal) in [(what, edit) for what, edit in EDITS.items() if name.startswith(edit[1])]:
         assert folder.compare(**changes) == equal, what
     changes = {key: value for key, value in NEUTRAL.items() if key not in folder.config}

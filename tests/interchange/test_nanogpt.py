@@ -158,7 +158,8 @@ def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, zipped):
         recwarn.clear()
         with pytest.raises(ValueError, match="transformer.wpe.weight") as error:
             from_nanogpt(*read_nanogpt(file)[:2])
-        assert "\n" not in str(error.value) and not recwarn.list
+        assert "\n" not in str(error.value)
+        assert all("Sparse invariant checks" in str(each.message) for each in recwarn.list)  # torch 2.11's own, once
 
 
 def test_runs_no_code_and_names_the_file(tmp_path, monkeypatch):
