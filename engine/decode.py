@@ -119,7 +119,8 @@ def generate(
     require(model.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
     length = min(limit, idx.size(1) + max_new_tokens)
     reader = TextReader(model, length, model.encode(source))
-    new = text = idx[:, -limit:]
+    text = idx[:, -limit:]
+    new = text
     try:
         for _ in range(max_new_tokens):
             if reader.end + new.size(1) > length:

@@ -3,5 +3,6 @@
 
 def layers(n_layer: int, stage: int, n_stages: int) -> range:
     """The layers of a stage. The first has at least as many as any other."""
-    first, end = (-(-n_layer * i // n_stages) for i in (stage, stage + 1))
+    first = -(-n_layer * stage // n_stages)
+    end = -(-n_layer * (stage + 1) // n_stages)
     return range(first, end)
