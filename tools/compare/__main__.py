@@ -8,25 +8,35 @@ The same command continues a comparison that was ended: it skips the trainings t
 The table, which docs/hacking.md describes, is printed and written to --out. The exit code is 1 if a training failed.
 """
 
+import os
 import signal
 import sys
 from itertools import chain
 
+import torch
+
 from configurator import parse
 from data.errors import command, require, user_errors
-from tools.compare.trainings import CompareConfig, compare
+from data.lock import locked
+from tools.compare.trainings import CompareConfig, Comparison
 
 
-def main(argv: list[str] | None = None):
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]):
     with user_errors():
         options = parse(CompareConfig, argv, __doc__)
         texts = [arg.removeprefix("--run=") for arg in argv if arg.startswith("--run=")]
         require(texts, "--run is missing; give train.py's arguments, such as --run=config/pycode_standard.py")
-        done = compare(options, texts)
-        return int(any(run.errors for run in chain.from_iterable(done.candidates)))
+        require("WORLD_SIZE" not in os.environ, "WORLD_SIZE is set; start tools.compare without torchrun")
+        if options.jobs > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // options.jobs)))
+        with locked(options.out, "out"):
+            comparison = Comparison(options, texts)
+            comparison.match()
+            comparison.train()
+            print(f"\n{comparison.write()}\nThe table is in {options.out}/compare.md and compare.json.", flush=True)
+        return int(any(run.errors for run in chain.from_iterable(comparison.candidates)))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which the trainings are saved
-    command(main)
+    command(lambda: main(sys.argv[1:]))

@@ -94,7 +94,7 @@ class Run:
             return self.costs_of(f"--n_embd={n_embd}").parameters
 
         widths = range(width % unit or unit, 16 * width, unit)
-        larger = min(bisect_left(widths, wanted, key=parameters), len(widths) - 1)
+        larger = bisect_left(widths, wanted, key=parameters)  # or the end
         near = widths[max(larger - 1, 0) : larger + 1]
         self.change("n_embd", min(near, key=lambda n_embd: abs(parameters(n_embd) - wanted)))
         self.update()
@@ -113,7 +113,7 @@ class Run:
 
     def folder(self, seed: int) -> Path:
         name = "-".join(filter(None, (f"run{self.number}", self.setting, f"seed{seed}")))
-        return Path(self.options.out).expanduser() / name.replace(os.sep, "_")
+        return self.options.folder / name.replace(os.sep, "_")
 
     def arguments(self, seed: int) -> list[str]:
         """All arguments of a training. Those before the run's own are defaults, which flags in --run may replace."""

@@ -74,19 +74,10 @@ def sweep_notes(settings: list) -> list[str]:
     return notes
 
 
-def error_notes(runs: list) -> list[str]:
-    """The trainings that failed, of each run.Run."""
-    notes = []
-    for run in runs:
-        notes += [f"Run {run.number}, seed {seed} failed: {text}" for seed, text in run.errors.items()]
-    return notes
-
-
 def aligned(lines: list[list[str]]) -> str:
     """A Markdown table, of which the first line is the header, with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ""
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
-        padded = [f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)]
-        text += f"| {' | '.join(padded)} |\n"
+        text += f"| {' | '.join(map(str.ljust, line, widths))} |\n"
     return text

@@ -16,16 +16,14 @@ import torch
 
 from data.errors import require
 from data.files import read_json, write_file
-from data.lock import locked
 from engine.device import device_name, resolve_device
 from flags import Flags
 from tools.child import ROOT, Child, measure
 from tools.compare.run import Run
-from tools.compare.table import HEADER, aligned, cells, error_notes, sweep_notes
+from tools.compare.table import HEADER, aligned, cells, sweep_notes
 
 CODE = [ROOT / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
 CODE += sorted([*(ROOT / "data").glob("*.py"), *(ROOT / "engine").rglob("*.py")])  # not the scripts of data sets
-TIMED_LINES = 8  # of --match=seconds: lines "iter N:", one per 10 steps
 
 
 @dataclass
@@ -45,9 +43,10 @@ class CompareConfig(Flags):
     out: str = "out/compare"  # folder of the trainings and the table
 
     def __post_init__(self):
-        """Set `swept`, the flag of the sweep or "", and `settings`, such as learning_rate=1e-3; "" without it."""
+        """Set `folder`, `swept`, the flag of the sweep or "", and `settings`, such as learning_rate=1e-3 or ""."""
         super().__post_init__()
         require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
+        self.folder = Path(self.out).expanduser()
         self.swept, _, values = self.sweep.partition("=")
         self.settings = [""]
         if self.sweep:
@@ -58,28 +57,27 @@ class CompareConfig(Flags):
 
 
 class Comparison:
-    """All runs, each with its settings of the sweep, and their trainings in order."""
+    """All runs, whose `texts` are arguments of train.py, each with its settings of the sweep, and their trainings."""
 
     def __init__(self, options: CompareConfig, texts: list[str]):
         self.options = options
-        self.folder = Path(options.out).expanduser()
         self.candidates: list[list[Run]] = []  # of each --run, one for each setting of the sweep
         for number, text in enumerate(texts, 1):
             self.candidates.append([Run(number, text, setting, options) for setting in options.settings])
-        self.firsts = [settings[0] for settings in self.candidates]  # each run with the first setting of the sweep
-        self.running: set[Child] = set()
+        self.firsts = [first for first, *_ in self.candidates]  # each run with the first setting of the sweep
+        self.children: list[Child] = []  # of the trainings so far
         code = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
         self.stored = {"match": options.match, "eval_iters": options.eval_iters, "code": code}
         for run in self.firsts:
             names = sorted(run.cfg.sources.keys() - {options.swept})
             self.stored[f"run {run.number}"] = {name: getattr(run.cfg, name) for name in names}
-        path = self.folder / "compare.json"
+        path = options.folder / "compare.json"
         try:
             old = dict(read_json(path)) if path.is_file() else self.stored
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error}); delete it, or choose another --out") from None
         for name, value in self.stored.items():
-            fact = f"{self.folder} holds a comparison with another {name}"
+            fact = f"{options.folder} holds a comparison with another {name}"
             require(old.get(name) == value, f"{fact}; choose another --out, or delete this folder")
         self.stored = {"measured": "Nothing is measured yet.", "ms_per_step": None} | old
 
@@ -104,17 +102,17 @@ class Comparison:
             costs = self.stored["ms_per_step"]
         for run, cost in zip(runs[1:], costs[1:], strict=True):
             run.match_steps(runs[0].cfg.max_iters * costs[0] / cost)
-        for settings in self.candidates:
-            for run in settings[1:]:
-                run.changed = settings[0].changed
+        for first, *others in self.candidates:
+            for run in others:
+                run.changed = first.changed
                 run.update()
                 fact = f"--sweep={self.options.sweep}: {self.options.swept} changes the costs of run {run.number}"
-                require(run.costs == settings[0].costs, f"{fact}; give each value its own --run")
+                require(run.costs == first.costs, f"{fact}; give each value its own --run")
 
     def time_steps(self) -> list[float]:
         """The milliseconds per step of each run: the faster of two timings, as other programs only slow a run down."""
         lines = [["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"] for run in self.firsts]
-        times = [measure(ROOT, line, lines=TIMED_LINES, cwd=Path.cwd()) for line in 2 * lines]
+        times = [measure(ROOT, line, lines=8, cwd=Path.cwd()) for line in 2 * lines]  # "iter N:", one per 10 steps
         return list(map(min, times[: len(lines)], times[len(lines) :]))
 
     def stages(self) -> Iterator[list[tuple[Run, int]]]:
@@ -133,7 +131,7 @@ class Comparison:
                         self.finish(run, seed, failure)
             except BaseException:  # such as Ctrl-C
                 pool.shutdown(wait=False, cancel_futures=True)
-                for child in list(self.running):
+                for child in self.children:
                     child.process.terminate()
                 print("\nthe trainings in progress save a checkpoint; the same command continues", file=sys.stderr)
                 raise
@@ -142,9 +140,8 @@ class Comparison:
         """Make a training in a process of its own; returns why it has failed, or ""."""
         run, seed = training
         with Child([sys.executable, str(ROOT / "train.py"), *run.arguments(seed)], Path.cwd()) as child:
-            self.running.add(child)
+            self.children.append(child)
             child.lines.read()  # until it ends
-            self.running.remove(child)
             return child.failure()
 
     def finish(self, run: Run, seed: int, failure: str):
@@ -171,23 +168,12 @@ class Comparison:
             notes.append(f"Run {run.number}, --match={self.options.match}: {flags or 'no flag changes'}.")
         if self.options.sweep:
             notes += chain.from_iterable(map(sweep_notes, self.candidates))
-        notes += error_notes(runs)
+        for run in runs:
+            notes += [f"Run {run.number}, seed {seed} failed: {text}" for seed, text in run.errors.items()]
         table = aligned([HEADER, *(cells(run, runs[0]) for run in runs)])
         text = "\n".join([table, *(f"* {note}" for note in notes), ""])
         rows = [{"arguments": run.line(), "costs": run.costs._asdict(), "seeds": run.results} for run in runs]
-        write_file(self.folder / "compare.json", (json.dumps(self.stored | {"runs": rows}, indent=1) + "\n").encode())
-        write_file(self.folder / "compare.md", text.encode())
+        content = json.dumps(self.stored | {"runs": rows}, indent=1) + "\n"
+        write_file(self.options.folder / "compare.json", content.encode())
+        write_file(self.options.folder / "compare.md", text.encode())
         return text
-
-
-def compare(options: CompareConfig, texts: list[str]) -> Comparison:
-    """Make the trainings that are left of a comparison. texts: the arguments of train.py of each run."""
-    require("WORLD_SIZE" not in os.environ, "WORLD_SIZE is set; start tools.compare without torchrun")
-    if options.jobs > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // options.jobs)))
-    with locked(options.out, "out"):
-        comparison = Comparison(options, texts)
-        comparison.match()
-        comparison.train()
-        print(f"\n{comparison.write()}\nThe table is in {options.out}/compare.md and compare.json.", flush=True)
-    return comparison
