@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, jitter, stream, trained
+import transformers
+from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, in_turn, jitter, stream, trained
 
 import ops
-from configurator import Config
-from data.loader import count_windows, eval_batches
-from data.objective import open_with_objective
 from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import flops, n_read
 from flags import READER
@@ -36,28 +34,21 @@ def random(module: nn.Module) -> nn.Module:
     return jitter(module)
 
 
-def units_in_pieces(gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Rows of gates and of values, each (E, F, C), in turn, as in a width of no multiple of 64."""
-    return torch.stack((gates, values), dim=2).flatten(1, 2)
-
-
 def test_experts_are_those_of_transformers():
     """DeepSeek-V3's, in test_families.py Mixtral's and Qwen's. Theirs compute the router's scores in float32."""
-    hf = pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
-    module = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    config = hf.DeepseekV3Config(
+    config = transformers.DeepseekV3Config(
         hidden_size=C, hidden_act="silu", moe_intermediate_size=WIDTH, n_routed_experts=E, num_local_experts=E,
         num_experts_per_tok=3, n_group=1, topk_group=1, n_shared_experts=2, routed_scaling_factor=1.0,
     )  # fmt: skip
-    theirs = random(module.DeepseekV3MoE(config))
+    theirs = random(transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE(config))
     bias = torch.randn(E, dtype=torch.float64)
     theirs.gate.e_score_correction_bias.copy_(bias)
     shared, routed = theirs.shared_experts, theirs.experts
     weights = {
         "router.weight": theirs.gate.weight,
-        "up.weight": units_in_pieces(*routed.gate_up_proj.chunk(2, dim=1)),
+        "up.weight": in_turn(*routed.gate_up_proj.chunk(2, dim=1)),
         "down.weight": routed.down_proj,
-        "shared.up.weight": units_in_pieces(shared.gate_proj.weight[None], shared.up_proj.weight[None])[0],
+        "shared.up.weight": in_turn(shared.gate_proj.weight, shared.up_proj.weight),
         "shared.down.weight": shared.down_proj.weight,
         "balance.bias": bias,
     }
@@ -158,27 +149,6 @@ def test_the_figures_of_a_routing():
     alone = SimpleNamespace(device="cpu", sum=lambda x: x)
     found = ShardedModel.routing_figures(SimpleNamespace(model=model, routers=names, routing=routing, ranks=alone))
     assert found == {"expert_load": 3.0, "idle_experts": 0.5, "router_entropy": 1.5}
-
-
-def test_the_routing_of_a_whole_set_does_not_depend_on_the_batch_size(tiny_data):
-    """The last batch of 5 windows, and a whole batch of the second of two ranks, are filled up with padding."""
-    data, objective, _ = open_with_objective(Config(dataset=str(tiny_data), block_size=T))
-    model = Model(ModelConfig(**SIZE | {"vocab_size": 257}), seed=3).double().eval()
-
-    def total(batch_size: int, ranks: int) -> torch.Tensor:
-        sums = 0.0
-        for rank in range(ranks):
-            for batch in eval_batches(data.split("val"), objective, batch_size, data_rank=rank, data_size=ranks):
-                with torch.no_grad():
-                    model(**batch)
-                real = (batch["targets"] >= 0).any(1)
-                sums += torch.stack([m.routing[real].sum(0) for m in model.experts()])
-        return sums
-
-    exact, n = total(1, 1), count_windows(data.split("val"), T)
-    assert n % 5 and exact[:, :-1].sum(1).tolist() == [2 * n * T] * L
-    for layout in ((5, 1), (n, 2)):
-        assert torch.allclose(total(*layout), exact, rtol=1e-9, atol=0)
 
 
 def test_a_token_reads_its_share_of_the_parameters():

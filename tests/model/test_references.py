@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+import transformers as hf  # whose classes are loaded when they are asked for
 from torch import Tensor
 from torch.func import functional_call
 
@@ -101,8 +102,8 @@ def attention(theirs: nn.Module, out: nn.Linear, groups: int = HKV, merge=group_
 
 
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
-    """A gate's row, then the value's that it multiplies: groups of one, as C is no multiple of 64."""
-    return group_major(gate, up, groups=len(gate))
+    """A gate's row, then the value's that it multiplies, as C is no multiple of 64; also of each expert."""
+    return torch.stack((gate, up), dim=-2).flatten(-3, -2)
 
 
 def gated_mlp(theirs: nn.Module) -> dict[str, Tensor]:
@@ -167,13 +168,6 @@ def test_block_equals_torch(placement, mlp, bias):
 # ---- Hugging Face: for each architecture the reference, our flags and our weights
 
 
-@pytest.fixture(scope="module")
-def hf():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield pytest.importorskip("transformers", "5", reason="needs transformers >= 5; run pip install -e .[test]")
-
-
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)  # no id is special
 THEIR_SIZE = NO_TOKENS | dict(
     num_hidden_layers=L, num_attention_heads=H, hidden_size=C, max_position_embeddings=T, vocab_size=V,
@@ -184,12 +178,8 @@ THEIR_GQA = dict(num_key_value_heads=HKV)
 OUR_ROPE, OUR_GQA = dict(pos="rope", rope_theta=THETA), dict(attention="gqa", n_kv_head=HKV)
 
 
-def build(hf, config, kind: str = "AutoModelForCausalLM", kernel: str = "eager") -> nn.Module:
-    return jitter(getattr(hf, kind).from_config(config, attn_implementation=kernel))
-
-
-def gated_width(mlp: str) -> int:
-    return hidden_units(ModelConfig(**SIZE, mlp=mlp), READER["p"])
+def build(config, kind: str = "AutoModelForCausalLM") -> nn.Module:
+    return jitter(getattr(hf, kind).from_config(config, attn_implementation="eager"))
 
 
 def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
@@ -197,29 +187,28 @@ def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
     return put("wte", m.embed_tokens) | blocks(m.layers, weights_of) | put("norm", m.norm)
 
 
-LLAMA = dict(intermediate_size=gated_width("swiglu"), rms_norm_eps=1e-5, tie_word_embeddings=False)
-LLAMA |= THEIR_SIZE | THEIR_ROPE | THEIR_GQA
+GATED = dict(intermediate_size=hidden_units(ModelConfig(**SIZE, mlp="swiglu"), READER["p"]))
+LLAMA = dict(rms_norm_eps=1e-5, tie_word_embeddings=False) | GATED | THEIR_SIZE | THEIR_ROPE | THEIR_GQA
 OUR_LLAMA = dict(norm="rmsnorm", mlp="swiglu", tie_weights=False) | OUR_ROPE | OUR_GQA
 
 
-def llama(hf):
+def llama_layer(layer: nn.Module, slot="before", first="input", second="post_attention") -> dict[str, Tensor]:
+    """A layer with these two norms."""
+    first, second = (put(slot, getattr(layer, f"{name}_layernorm")) for name in (first, second))
+    return sums(first | attention(layer.self_attn, layer.self_attn.o_proj), second | gated_mlp(layer.mlp))
+
+
+def llama():
     """Their RMSNorm, and frequencies of RoPE, are computed in float32. test_families.py has more of its kind."""
-    reference = build(hf, hf.LlamaConfig(**LLAMA))
-
-    def weights_of(layer):
-        return sums(
-            put("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
-            put("before", layer.post_attention_layernorm) | gated_mlp(layer.mlp),
-        )
-
-    weights = decoder(reference.model, weights_of) | put("head", reference.lm_head)
+    reference = build(hf.LlamaConfig(**LLAMA))
+    weights = decoder(reference.model, llama_layer) | put("head", reference.lm_head)
     return reference, OUR_LLAMA, weights
 
 
-def mpt(hf):
+def mpt():
     """ALiBi, LayerNorm without bias."""
     config = hf.MptConfig(**NO_TOKENS, n_layers=L, n_heads=H, d_model=C, max_seq_len=T, vocab_size=V)
-    reference = build(hf, config)
+    reference = build(config)
 
     def weights_of(layer):
         return sums(
@@ -234,13 +223,13 @@ def mpt(hf):
     return reference, dict(pos="alibi"), weights
 
 
-def cohere2(hf):
+def cohere2():
     """Parallel, SwiGLU, no bias at all; in some layers RoPE, which turns neighbours, and windows, in others neither."""
     config = hf.Cohere2Config(
-        **THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, intermediate_size=gated_width("swiglu"), logit_scale=1.0,
+        **THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, **GATED, logit_scale=1.0,
         sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
-    reference = build(hf, config)
+    reference = build(config)
 
     def weights_of(layer):
         return sums(
@@ -254,29 +243,23 @@ def cohere2(hf):
     return reference, flags | OUR_ROPE | OUR_GQA, weights
 
 
-def olmo2(hf):
+def olmo2():
     """Norms after the branches inside of the sums; without its norms of q and k, which are over all heads together."""
-    reference = build(hf, hf.Olmo2Config(**LLAMA))
+    reference = build(hf.Olmo2Config(**LLAMA))
     for layer in reference.model.layers:
         layer.self_attn.q_norm, layer.self_attn.k_norm = nn.Identity(), nn.Identity()
-
-    def weights_of(layer):
-        return sums(
-            attention(layer.self_attn, layer.self_attn.o_proj) | put("after", layer.post_attention_layernorm),
-            gated_mlp(layer.mlp) | put("after", layer.post_feedforward_layernorm),
-        )
-
+    weights_of = partial(llama_layer, slot="after", first="post_attention", second="post_feedforward")
     weights = decoder(reference.model, weights_of) | put("head", reference.lm_head)
     return reference, OUR_LLAMA | dict(norm_placement="after"), weights
 
 
-def falcon(hf):
+def falcon():
     """Parallel with one norm, grouped heads and RoPE; biases in the norms alone (Falcon-11B)."""
     config = hf.FalconConfig(
         **THEIR_SIZE, **THEIR_ROPE, hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=4 * C, bias=False,
         new_decoder_architecture=True, num_kv_heads=HKV, num_ln_in_parallel_attn=1,
     )  # fmt: skip
-    reference = build(hf, config)
+    reference = build(config)
 
     def weights_of(layer):
         return sums(
@@ -334,9 +317,9 @@ def assert_same_text(reference: nn.Module, ours: Model, weights: dict[str, Tenso
 
 
 @pytest.mark.parametrize("architecture", [llama, cohere2, olmo2, falcon, mpt])
-def test_model_equals_hugging_face(hf, architecture):
+def test_model_equals_hugging_face(architecture):
     """Logits, gradients and greedy text."""
-    reference, flags, weights = architecture(hf)
+    reference, flags, weights = architecture()
     ours, idx = Model(ModelConfig(**SIZE | flags)).double(), tokens(T)
     assert_same(call(ours, weights, idx), reference(idx, use_cache=False).logits, trained(reference), ROUNDED)
     assert_same_text(reference, ours, weights, tokens(8))
@@ -348,14 +331,14 @@ def test_model_equals_hugging_face(hf, architecture):
 PLACES = 2 * T
 
 
-def modernbert(hf):
+def modernbert():
     """RoPE, GEGLU and windows to both sides in two of three layers. Its first layer lacks a norm and is given one."""
     rope = dict.fromkeys(("full_attention", "sliding_attention"), THEIR_ROPE["rope_parameters"])
     config = hf.ModernBertConfig(
-        **THEIR_SIZE | dict(vocab_size=PLACES), cls_token_id=None, sep_token_id=None, rope_parameters=rope,
-        intermediate_size=gated_width("geglu"), local_attention=2 * (WINDOW - 1), decoder_bias=False,
+        **THEIR_SIZE | dict(vocab_size=PLACES), **GATED, cls_token_id=None, sep_token_id=None, rope_parameters=rope,
+        local_attention=2 * (WINDOW - 1), decoder_bias=False,
     )  # fmt: skip
-    reference = build(hf, config, "AutoModelForMaskedLM")
+    reference = build(config, "AutoModelForMaskedLM")
     reference.head = nn.Identity()
     reference.model.layers[0].attn_norm = jitter(nn.LayerNorm(C, bias=False))
 
@@ -379,9 +362,9 @@ def logits_and_loss(logits: Tensor, loss: Tensor) -> Tensor:
     return torch.cat((logits.flatten(), loss[None]))
 
 
-def test_encoder_equals_hugging_face(hf):
+def test_encoder_equals_hugging_face():
     """Logits of all that is no padding, and the mean loss over every third token of that."""
-    reference, flags, weights = modernbert(hf)
+    reference, flags, weights = modernbert()
     cfg = ModelConfig(**SIZE | flags | dict(vocab_size=PLACES, objective="masked", tie_weights=False))
     ours, hidden, place = Model(cfg).double(), padding(T), torch.arange(PLACES).view(2, T)
     asked = (place % 3 == 0) & ~hidden
@@ -402,15 +385,15 @@ def fairseq_weights(m: nn.Module, slot: str) -> dict[str, Tensor]:
     return put("wte", m.shared) | inside("encoder", blocks(m.encoder.layers, layer)) | blocks(m.decoder.layers, layer)
 
 
-def marian(hf):
+def marian():
     """The first transformer."""
-    reference = build(hf, hf.MarianConfig(**FAIRSEQ), "AutoModelForSeq2SeqLM")
+    reference = build(hf.MarianConfig(**FAIRSEQ), "AutoModelForSeq2SeqLM")
     return reference, OUR_MARIAN, fairseq_weights(reference.model, "total")
 
 
-def pegasus(hf):
+def pegasus():
     """The first transformer with pre-norm, and so with a norm at the end of encoder and decoder."""
-    reference = build(hf, hf.PegasusConfig(**FAIRSEQ), "AutoModelForSeq2SeqLM")
+    reference = build(hf.PegasusConfig(**FAIRSEQ), "AutoModelForSeq2SeqLM")
     m = reference.model
     weights = fairseq_weights(m, "before")
     weights |= put("encoder.norm", m.encoder.layer_norm) | put("norm", m.decoder.layer_norm)
@@ -425,9 +408,9 @@ def encoder_decoder(flags: dict) -> Model:
 
 
 @encoder_decoders
-def test_encoder_decoder_equals_hugging_face(hf, architecture):
+def test_encoder_decoder_equals_hugging_face(architecture):
     """Logits and loss with padding in the source, gradients, and greedy text."""
-    reference, flags, weights = architecture(hf)
+    reference, flags, weights = architecture()
     ours, idx, source, hidden = encoder_decoder(flags), tokens(T), tokens(S), padding(S)
     answers, unasked = idx.roll(-1, dims=1), torch.arange(T) % 3 == 0
     theirs = reference(
@@ -467,25 +450,22 @@ def padded(rows: list[Tensor], value: int) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-def test_packed_pairs_equal_padded_ones_of_a_causal_model(hf):
+def test_packed_pairs_equal_padded_ones_of_a_causal_model():
     """The loss of the targets alone and all its gradients."""
-    reference, flags, weights = llama(hf)
+    reference, flags, weights = llama()
     pairs = pairs_of((5, 3), (2, 4), (1, 1))
     ours = Model(ModelConfig(**SIZE | flags, doc_mask=True)).double()
     batch = packed(pairs, "causal")
     assert (batch["targets"] >= 0).sum() == 4 + 5 + 2
     rows, labels = ([torch.cat((a.where(torch.tensor(keep), -100), b)) for a, b in pairs] for keep in (True, False))
     mask = padded([torch.ones_like(row) for row in rows], 0)
-    labels = padded(labels, -100)
-    theirs = reference(padded(rows, 0), attention_mask=mask, labels=labels, use_cache=False)
-    loss = nn.functional.cross_entropy(theirs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert_close(loss, theirs.loss.double(), ROUNDED)  # theirs is in float32
-    assert_same(call(ours, weights, **batch), loss, trained(reference), ROUNDED)
+    theirs = reference(padded(rows, 0), attention_mask=mask, labels=padded(labels, -100), use_cache=False)
+    assert_same(call(ours, weights, **batch), theirs.loss, trained(reference), ROUNDED)
 
 
 @encoder_decoders
-def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(hf, architecture):
-    reference, flags, weights = architecture(hf)
+def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(architecture):
+    reference, flags, weights = architecture()
     pairs, flags = pairs_of((5, 3), (2, 7), (9, 1)), flags | dict(doc_mask=True, doc_positions=True)
     batch = packed(pairs, "seq2seq")
     assert (batch["targets"] >= 0).sum() == 4 + 8 + 2
@@ -504,18 +484,12 @@ def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(hf, architecture):
 D = C // H
 
 
-@pytest.fixture
-def x_transformers():
-    return pytest.importorskip("x_transformers.x_transformers", reason="run pip install -e .[test]")
-
-
-def test_a_gate_of_elements_is_that_of_qwen3_next(hf):
+def test_a_gate_of_elements_is_that_of_qwen3_next():
     """Their q_proj holds the queries and the gate of a head in turn, and their norms of q and k have gains 1 + w."""
-    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     sizes = dict(hidden_size=C, num_attention_heads=H, num_key_value_heads=HKV, head_dim=D, num_hidden_layers=L)
     config = hf.Qwen3NextConfig(**sizes, attention_dropout=0.0, rms_norm_eps=1e-5)
     config._attn_implementation = "eager"
-    theirs = jitter(module.Qwen3NextAttention(config, 1))
+    theirs = jitter(hf.models.qwen3_next.modeling_qwen3_next.Qwen3NextAttention(config, 1))
     q, gate = theirs.q_proj.weight.unflatten(0, (H, 2, D)).unbind(1)
     weights = {"qkv.weight": group_major(q.flatten(0, 1), theirs.k_proj.weight, theirs.v_proj.weight, groups=HKV)}
     weights |= {"gate.weight": gate.flatten(0, 1), "out.weight": theirs.o_proj.weight}
@@ -544,8 +518,9 @@ PLAIN = SIZE | dict(pos="none")
     ({"num_mem_kv": 3}, {"block": "superblock", "layer": "c.joint_slots", "n_slot": 3}),
     ({"sigmoid": True}, {"block": "superblock", "layer": "c.sigmoid"}),
 ])  # fmt: skip
-def test_attention_is_that_of_x_transformers(options, flags, x_transformers):
+def test_attention_is_that_of_x_transformers(options, flags):
     """Their sigmoid has no bias; -log n of a query that sees n tokens is given to it."""
+    x_transformers = pytest.importorskip("x_transformers.x_transformers")
     theirs = jitter(x_transformers.Attention(C, dim_head=D, heads=H, causal=True, **options))
     cfg = ModelConfig(**PLAIN, **flags)
     ours, x = Attention(cfg, 0, cfg.readers[0][0]).double(), stream()
@@ -556,8 +531,9 @@ def test_attention_is_that_of_x_transformers(options, flags, x_transformers):
     assert_same(call(ours, weights, x, Inputs()), theirs(x, attn_bias=bias), trained(theirs) | {"x": x}, ROUNDED)
 
 
-def test_value_residuals_are_those_of_x_transformers(x_transformers):
+def test_value_residuals_are_those_of_x_transformers():
     """Its mix is one half, with which ours begins. The gains of its norms are 1 + g."""
+    x_transformers = pytest.importorskip("x_transformers.x_transformers")
     options = dict(add_value_residual=True, learned_value_residual_mix=False, use_rmsnorm=True, ff_no_bias=True)
     theirs = jitter(x_transformers.Decoder(dim=C, depth=L, heads=H, attn_dim_head=D, **options))
     ours = Model(ModelConfig(**PLAIN, norm="rmsnorm", norm_eps=0.0, value_residual=True), seed=1).double()
