@@ -201,38 +201,33 @@ def shapes(f: SimpleNamespace) -> dict[str, tuple[int, ...]]:
     C, F, D = f.n_embd, 4 * f.n_embd, f.n_embd // f.n_head
     result = {"wte.weight": (f.vocab_size, C), "pos.wpe.weight": (f.block_size, C)}
 
-    def norm(name: str):
-        result[f"{name}.weight"] = (C,)
+    def layer(name: str, *shape: int):
+        result[f"{name}.weight"] = shape
         if f.bias:
-            result[f"{name}.bias"] = (C,)
-
-    def linear(name: str, n_in: int, n_out: int):
-        result[f"{name}.weight"] = (n_out, n_in)
-        if f.bias:
-            result[f"{name}.bias"] = (n_out,)
+            result[f"{name}.bias"] = shape[:1]
 
     def blocks(prefix: str, n: int, cross: bool):
         for name in (f"{prefix}.{i}.sums" for i in range(n)):
-            norm(f"{name}.0.before")
-            linear(f"{name}.0.attn.qkv", C, (f.n_head + 2 * f.kv_heads) * D)
-            linear(f"{name}.0.attn.out", C, C)
+            layer(f"{name}.0.before", C)
+            layer(f"{name}.0.attn.qkv", (f.n_head + 2 * f.kv_heads) * D, C)
+            layer(f"{name}.0.attn.out", C, C)
             if cross:
-                norm(f"{name}.1.before")
-                linear(f"{name}.1.cross.q", C, C)
-                linear(f"{name}.1.cross.kv", C, 2 * f.kv_heads * D)
-                linear(f"{name}.1.cross.out", C, C)
+                layer(f"{name}.1.before", C)
+                layer(f"{name}.1.cross.q", C, C)
+                layer(f"{name}.1.cross.kv", 2 * f.kv_heads * D, C)
+                layer(f"{name}.1.cross.out", C, C)
             last = 2 if cross else 1
-            norm(f"{name}.{last}.before")
-            linear(f"{name}.{last}.mlp.up", C, F)
-            linear(f"{name}.{last}.mlp.down", F, C)
+            layer(f"{name}.{last}.before", C)
+            layer(f"{name}.{last}.mlp.up", F, C)
+            layer(f"{name}.{last}.mlp.down", C, F)
 
     blocks("blocks", f.n_layer, f.objective == "seq2seq")
-    norm("norm")
+    layer("norm", C)
     if not f.tie_weights:
         result["head.weight"] = (f.vocab_size, C)
     if f.objective == "seq2seq":
         blocks("encoder.blocks", f.n_encoder_layer, False)
-        norm("encoder.norm")
+        layer("encoder.norm", C)
     return result
 
 
@@ -267,13 +262,13 @@ def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """q (B, H, T, D), k and v (B, K, S, D), seen (B, T, S) -> (B, T, H D). Head h reads key/value head h // (H / K)."""
+    """q (B, T, H, D), k and v (B, S, K, D), seen (B, T, S) -> (B, T, H D). Head h reads key/value head h // (H / K)."""
     heads = []
-    for h in range(q.size(1)):
-        g = h * k.size(1) // q.size(1)
-        scores = q[:, h] @ k[:, g].mT / math.sqrt(q.size(-1))
+    for h in range(q.size(2)):
+        g = h * k.size(2) // q.size(2)
+        scores = q[:, :, h] @ k[:, :, g].mT / math.sqrt(q.size(-1))
         weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * seen
-        heads.append(weights / weights.sum(-1, keepdim=True) @ v[:, g])
+        heads.append(weights / weights.sum(-1, keepdim=True) @ v[:, :, g])
     return torch.cat(heads, -1)
 
 
@@ -282,15 +277,14 @@ def self_attention(f: SimpleNamespace, w: dict[str, Tensor], name: str, x: Tenso
     K, G, D = f.kv_heads, f.n_head // f.kv_heads, f.n_embd // f.n_head
     qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], K, G + 2, D)
     q, k, v = qkv[:, :, :, :G].flatten(2, 3), qkv[:, :, :, G], qkv[:, :, :, G + 1]
-    return linear(w, f"{name}.out", attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen))
+    return linear(w, f"{name}.out", attention(q, k, v, seen))
 
 
 def cross_attention(f: SimpleNamespace, w: dict[str, Tensor], name: str, x: Tensor, memory: Tensor, seen: Tensor):
     D = f.n_embd // f.n_head
     q = linear(w, f"{name}.q", x).view(*x.shape[:2], f.n_head, D)
     kv = linear(w, f"{name}.kv", memory).view(*memory.shape[:2], f.kv_heads, 2, D)
-    k, v = kv[:, :, :, 0], kv[:, :, :, 1]
-    return linear(w, f"{name}.out", attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen))
+    return linear(w, f"{name}.out", attention(q, kv[:, :, :, 0], kv[:, :, :, 1], seen))
 
 
 def mlp(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -298,8 +292,19 @@ def mlp(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return linear(w, f"{name}.down", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
 
 
-def embed(w: dict[str, Tensor], idx: Tensor) -> Tensor:
-    return w["wte.weight"][idx] + w["pos.wpe.weight"][: idx.size(1)]
+def through_blocks(
+    f: SimpleNamespace, w: dict[str, Tensor], stack: str, n: int, idx: Tensor, seen: Tensor,
+    memory: Tensor | None = None, across: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The stream behind the last norm of a stack, whose name its weights begin with."""
+    x = w["wte.weight"][idx] + w["pos.wpe.weight"][: idx.size(1)]
+    last = 1 if memory is None else 2
+    for name in (f"{stack}blocks.{i}.sums" for i in range(n)):
+        x = x + self_attention(f, w, f"{name}.0.attn", layer_norm(w, f"{name}.0.before", x), seen)
+        if memory is not None:
+            x = x + cross_attention(f, w, f"{name}.1.cross", layer_norm(w, f"{name}.1.before", x), memory, across)
+        x = x + mlp(w, f"{name}.{last}.mlp", layer_norm(w, f"{name}.{last}.before", x))
+    return layer_norm(w, f"{stack}norm", x)
 
 
 def loss_of(f: SimpleNamespace, w: dict[str, Tensor], rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
@@ -308,24 +313,13 @@ def loss_of(f: SimpleNamespace, w: dict[str, Tensor], rows: list[dict[str, list[
     same = docs[:, :, None] == docs[:, None, :]
     past = torch.arange(idx.size(1))[:, None] >= torch.arange(idx.size(1))
     seen = same if f.objective == "masked" else same & past
+    memory = across = None
     if f.objective == "seq2seq":
         source, source_docs = (torch.tensor([row[name] for row in rows]) for name in ("source", "source_docs"))
-        memory, of_source = embed(w, source), source_docs[:, :, None] == source_docs[:, None, :]
-        for name in (f"encoder.blocks.{i}.sums" for i in range(f.n_encoder_layer)):
-            x = layer_norm(w, f"{name}.0.before", memory)
-            memory = memory + self_attention(f, w, f"{name}.0.attn", x, of_source)
-            memory = memory + mlp(w, f"{name}.1.mlp", layer_norm(w, f"{name}.1.before", memory))
-        memory = layer_norm(w, "encoder.norm", memory)
+        of_source = source_docs[:, :, None] == source_docs[:, None, :]
+        memory = through_blocks(f, w, "encoder.", f.n_encoder_layer, source, of_source)
         across = docs[:, :, None] == source_docs[:, None, :]
-    x = embed(w, idx)
-    last = 2 if f.objective == "seq2seq" else 1
-    for name in (f"blocks.{i}.sums" for i in range(f.n_layer)):
-        x = x + self_attention(f, w, f"{name}.0.attn", layer_norm(w, f"{name}.0.before", x), seen)
-        if f.objective == "seq2seq":
-            n = layer_norm(w, f"{name}.1.before", x)
-            x = x + cross_attention(f, w, f"{name}.1.cross", n, memory, across)
-        x = x + mlp(w, f"{name}.{last}.mlp", layer_norm(w, f"{name}.{last}.before", x))
-    x = layer_norm(w, "norm", x)
+    x = through_blocks(f, w, "", f.n_layer, idx, seen, memory, across)
     logits = x @ w["wte.weight" if f.tie_weights else "head.weight"].T
     picked = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return ((torch.logsumexp(logits, -1) - picked) * (targets >= 0)).sum(), x
