@@ -4,6 +4,7 @@ import math
 from typing import Literal, get_args, get_origin
 
 import torch
+import torch.nn.functional as F
 
 import ops
 from engine.decode import generate
@@ -48,27 +49,20 @@ def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
     return given
 
 
-def check_decoding(model, prompt, n=T, **source):
+def check_decoding(model, prompt, n, **source):
     """Cached decoding of n tokens gives what the uncached gives, beyond block_size as well."""
-    text, steps = decoded(model, prompt, n, **source)
+    steps = []
+    new = list(generate(model, prompt, n, lambda logits: steps.append(logits) or logits.argmax(-1), **source))
+    assert len(steps) == n
+    text = torch.cat((prompt, torch.stack(new, dim=1)), dim=1)
     limit = model.cfg.block_size
     whole = model(text[:, :limit], **source)
-    for length, step in enumerate(steps.unbind(1), prompt.size(1)):
+    for length, step in enumerate(steps, prompt.size(1)):
         if length <= limit:
             expected = whole[:, length - 1]
         else:
             expected = model(text[:, length - limit : length], **source)[:, -1]
         assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {length}"
-
-
-def decoded(model, prompt, n, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """The text (B, T + n), and the logits (B, n, V) from which its last n tokens were chosen."""
-    steps = []
-    for _ in generate(model, prompt, n, lambda logits: steps.append(logits) or logits.argmax(-1), **options):
-        pass
-    steps = torch.stack(steps, dim=1)
-    assert steps.size(1) == n
-    return torch.cat((prompt, steps.argmax(-1)), dim=1), steps
 
 
 def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, docs=None, slots=None):
@@ -79,6 +73,9 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, do
     hidden = (distance.abs() >= (window or T + S)) | (causal & (distance < 0))
     if docs is not None:
         hidden = hidden | (docs[0][:, :, None] != docs[1][:, None, :])
+    if slots is not None:  # which have no position and are always visible
+        k, v = (torch.cat((slot.expand(len(x), -1, -1, -1), x), dim=2) for slot, x in zip(slots, (k, v), strict=True))
+        hidden, distance = (F.pad(x, (slots[0].size(1), 0)) for x in (hidden, distance))
     out = []
     for h in range(H):
         g = h * k.size(1) // H
@@ -87,14 +84,7 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, do
             scores = softcap * torch.tanh(scores / softcap)
         if slopes is not None:
             scores = scores - slopes[h] * distance.abs()
-        scores, values = scores.masked_fill(hidden, -math.inf), v[:, g]
-        if slots is not None:
-            of_slots = torch.einsum("btd,md->btm", q[:, h], slots[0][g]) / math.sqrt(D)
-            if softcap:
-                of_slots = softcap * torch.tanh(of_slots / softcap)
-            scores = torch.cat((of_slots, scores), dim=-1)
-            values = torch.cat((slots[1][g].expand(len(v), -1, -1), values), dim=1)
-        out.append(torch.softmax(scores, dim=-1) @ values)
+        out.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v[:, g])
     return torch.stack(out, dim=1)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from models import TINY, assert_same, beside, build, jitter, leaves, naive_attention, tokens
+from models import DOCS, SOURCE_DOCS, TINY, S, T, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
 from configurator import Config, parse
@@ -15,13 +15,7 @@ from engine.decode import KVCache
 from model import Inputs
 
 SAS = ["simplified", "simplified_parallel"]
-T, C, H = 11, 32, 4
-S = 7  # tokens of a source
-
-
-def stream(*shape) -> torch.Tensor:
-    torch.manual_seed(3)
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+C, H = TINY["n_embd"], TINY["n_head"]
 
 
 def inputs_of(net, docs=None, memory=None, memory_docs=None):
@@ -33,9 +27,6 @@ def heads_of(reader: M.Heads, q, k, v, inputs: Inputs) -> torch.Tensor:
     """(B, T, C): the reader's heads on these q, k and v, without its projections."""
     reader.project, reader.out = lambda x, inputs: (q, k, v), torch.nn.Identity()
     return reader(None, inputs)
-
-
-DOCS = torch.tensor([[0] * 4 + [2] * 7, [0] * 8 + [1] + [2] * 2])
 
 
 # ---- simplified
@@ -96,7 +87,7 @@ def test_shaped_attention_equals_its_matrices(flags, docs):
     jitter(net)
     slopes = M.alibi_slopes(H).double().tolist() if net.cfg.pos == "alibi" else None
     for block in net.blocks:
-        attn, x = block.sums[0].attn, stream(2, T, C)
+        attn, [x] = block.sums[0].attn, leaves((2, T, C))
         expected = naive_shaped(net, attn, x, net.cfg.window, slopes, docs)
         assert_same(attn(x, inputs_of(net, docs)), expected, [x, *attn.parameters()], atol=1e-9)
 
@@ -158,7 +149,7 @@ def test_norms_around_branches_and_gains(block, placement, used):
 
     net = build(block=block, norm="rmsnorm" if used else "none", norm_placement=placement, pos="none")
     jitter(net)
-    (one, *two), x, inputs = net.blocks[1].sums, stream(2, T, C), Inputs()
+    (one, *two), [x], inputs = net.blocks[1].sums, leaves((2, T, C)), Inputs()
     before, after, total = norms(one)
     if block == "simplified":
         s = total(one.gain.weight * after(one.attn(before(x), inputs)))
@@ -193,15 +184,12 @@ def test_without_norms_one_stays(block, off):
 # ---- cross-attention
 
 
-MEMORY_DOCS = torch.tensor([[0] * 5 + [2] * 2, [0, 1, 1, 1, 2, 2, 2]])
-
-
 @pytest.mark.parametrize("flags", [
     {"pos": "none", "n_kv_head": 4},
     {"pos": "rope", "n_kv_head": 2, "qk_norm": True, "bias": True},
     {"pos": "rope", "n_kv_head": 1, "attn_softcap": 0.5, "window": 2},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("docs", [None, (DOCS, MEMORY_DOCS)], ids=["whole", "docs"])
+@pytest.mark.parametrize("docs", [None, (DOCS, SOURCE_DOCS)], ids=["whole", "docs"])
 def test_cross_attention_equals_naive_attention(flags, docs):
     """Neither positions nor a window nor order come into it."""
     net = build(objective="seq2seq", attention="gqa", **flags)
@@ -260,11 +248,13 @@ SLOTTED = both_ways([{"pos": "none"}, {"pos": "alibi"}, {"pos": "rope"}])
 @pytest.mark.parametrize("kind", ["own", "joint"])
 def test_joint_pool_from_scores_written_out(window, flags, Hkv, docs, kind):
     """Slots have no position and are always visible. In a softmax of their own, they meet queries without one."""
-    layer = f"c.{kind}_slots"
-    net = build(block="superblock", layer=layer, n_slot=5, window=window, attention="gqa", n_kv_head=Hkv, **flags)
+    flags = flags | dict(window=window, attention="gqa", n_kv_head=Hkv)
+    if docs is not None and (kind, flags["pos"]) != ("joint", "rope"):  # which has other results for a packed document
+        flags["doc_mask"] = True
+    net = build(block="superblock", layer=f"c.{kind}_slots", n_slot=5, **flags)
     jitter(net)
     heads, D = net.blocks[0].sums[0].attn, C // H
-    q, k, v = stream(2, H, T, D), stream(2, Hkv, T, D) * 2, stream(2, Hkv, T, D) - 1
+    q, k, v = leaves((2, H, T, D), (2, Hkv, T, D), (2, Hkv, T, D))
     Q, K, slopes, slots = q, k, None, (heads.slot_k, heads.slot_v)
     if net.cfg.pos == "rope":
         Q, K, _ = heads.position(q, k, v, inputs_of(net).table)
@@ -277,24 +267,7 @@ def test_joint_pool_from_scores_written_out(window, flags, Hkv, docs, kind):
         of_slots = naive_attention(q, *(slot.expand(2, -1, -1, -1) for slot in slots), causal=False)
         expected = naive_attention(Q, K, v, window, 0.0, slopes, *mask) + of_slots
     got = heads_of(heads, q, k, v, inputs_of(net, docs))
-    assert_same(got, expected.transpose(1, 2).flatten(2), (*slots, q, k))
-
-
-@pytest.mark.parametrize("flags", SLOTTED, ids=str)
-@pytest.mark.parametrize("kind", ["own", "joint"])
-def test_packed_documents_beside_slots_are_as_if_alone_or_refused(flags, kind):
-    """Exactly where a document's place in the row changes its logits, doc_mask is refused."""
-    flags = flags | dict(block="superblock", layer=f"c.{kind}_slots", n_slot=5)
-    net = build(**flags)
-    jitter(net)
-    idx = tokens(1, T)
-    with torch.no_grad():
-        packed, alone = net(idx, docs=DOCS[:1])[:, 4:], net(idx[:, 4:])
-    if torch.allclose(packed, alone, rtol=0, atol=1e-10):
-        assert build(doc_mask=True, **flags)
-    else:
-        with pytest.raises(ValueError, match=r"doc_mask=True with pos=rope with layer=.*; use own_slots"):
-            build(doc_mask=True, **flags)
+    assert_same(got, expected.transpose(1, 2).flatten(2), (*slots, q, k, v))
 
 
 @pytest.mark.parametrize("flags", [{"window": 300, "attn_softcap": 1.5}, {"attention": "gqa", "n_kv_head": 2}], ids=str)

@@ -104,6 +104,8 @@ KERNEL = [
     ("flash", PAST, CUDA, {"window": 100}),
     ("varlen", PAST, CUDA, {"docs": 4, "window": 100, "causal": False}),
     ("strips", PAST, CUDA, {"docs": 4, "window": 100, "slots": True}),
+    ("varlen", PLAIN, CUDA, {"docs": 2**16}),  # one more than the documents, as a grid of CUDA has no more places
+    ("strips", PLAIN, CUDA, {"docs": 2**16 + 1}),
     ("flash", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
     ("full", PLAIN, CUDA, {"slots": True, "causal": False}),
     ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
@@ -126,7 +128,7 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     """On fake tensors, which may be on a GPU that is not there: attention goes no farther than the answer."""
     device, dtype, D = where
     softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
-    docs, slots = (options.get(x, False) for x in ("docs", "slots"))  # 4: with their boundaries
+    docs, slots = (options.get(x, 0) for x in ("docs", "slots"))  # so many boundaries of documents
 
     def answer(*args):
         raise Answer(attention_kernel(*args))
@@ -136,21 +138,14 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
         q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
         numbers, pair = None, None
         if docs:
-            numbers = tuple(torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths)
-        if docs == 4:
-            starts = torch.zeros(1, 3, device=device, dtype=torch.int64)
-            numbers = *numbers, *(ops.boundaries(starts, n) for n in lengths)
+            numbers = [torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths]
+            starts = torch.zeros(1, docs - 1, device=device, dtype=torch.int64)
+            numbers += [ops.boundaries(starts, n) for n in lengths]
         if slots:
             pair = (k.new_empty(2, 5, D),) * 2
         mask = Mask(options.get("causal", True), options.get("window", 0), numbers)
         with pytest.raises(Answer, match=f"^{kernel}$"):
             attention(q, k, k, D, mask, softcap, dropout, pair)
-
-
-def test_more_documents_than_a_grid_of_cuda_has_places():
-    for n, kernel in ((2**16, "varlen"), (2**16 + 1, "strips")):  # one more than the documents
-        mask = Mask(docs=(torch.zeros(1), torch.zeros(1), torch.zeros(n)))
-        assert attention_kernel(mask, 9, 9, False, False, 0.0, "cuda", True) == kernel
 
 
 @pytest.mark.parametrize("dtype,masked,heads", [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)])

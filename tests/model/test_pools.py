@@ -49,11 +49,6 @@ def test_a_string_names_the_readers_of_each_sum(layer, flags, expected):
     assert shape_of(layer, **flags) == expected
 
 
-def test_an_encoder_reads_no_memory():
-    net = build(block="superblock", layer="p,m+c", **SEQ2SEQ)
-    assert [each.names for each in net.encoder.blocks[0].sums] == [("mlp",), ("attn",)]
-
-
 @pytest.mark.parametrize("layer,flags,said", [
     ("", {}, "layer='': '' is no reader"),
     ("c/0", {}, "'c/0' is no reader"),
@@ -61,7 +56,6 @@ def test_an_encoder_reads_no_memory():
     ("c.tanh", {}, ".tanh is no switch; known are heads, stream,"),
     ("c.relu.gelu", {}, "'c.relu.gelu' makes one choice twice"),
     ("p", {}, "layer=p with n_layer=2: a layer has no c"),
-    ("m,c", {}, "set objective=seq2seq"),
     ("p;c", {"n_layer": 1}, "more strings than layers"),
     ("p;c", {"objective": "seq2seq", "n_encoder_layer": 1}, "a layer has no c"),
     ("2c", {}, "attn takes 2 of 4 heads"),
