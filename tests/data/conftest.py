@@ -1,7 +1,7 @@
+import importlib
 import sys
 
 import pytest
-from preparing import load
 
 from data import command, corpus
 
@@ -21,7 +21,7 @@ def call(monkeypatch, capsys, in_this_process):
         monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            command.run(load(name).main)
+            command.run(importlib.import_module(f"data.{name}.prepare").main)
         return end.value.code, *capsys.readouterr()
 
     return run

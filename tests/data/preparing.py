@@ -1,7 +1,6 @@
-"""What several tests share about data: documents, which of them validate, the scripts, and errors of one line."""
+"""What several tests share about data: documents, which of them validate, and errors of one line."""
 
 import argparse
-import importlib
 import json
 import random
 from pathlib import Path
@@ -78,14 +77,9 @@ def gpt2_of_other_merges(texts: list[str]) -> GPT2Tokenizer:
     return tokenizer
 
 
-def load(name: str):
-    """The script data/NAME/prepare.py as a module."""
-    return importlib.import_module(f"data.{name}.prepare")
-
-
-def error(call, *arguments, **keywords) -> str:
-    """Calls and returns the message of the ValueError, which must be one line with a remedy."""
-    with pytest.raises(ValueError) as e:
+def error(call, *arguments, kind=ValueError, **keywords) -> str:
+    """Calls and returns the message of the error, which must be of this kind, and one line with a remedy."""
+    with pytest.raises(kind) as e:
         call(*arguments, **keywords)
     message = str(e.value)
     assert "\n" not in message and "; " in message, message

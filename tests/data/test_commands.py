@@ -15,19 +15,13 @@ from pathlib import Path
 import pytest
 import ranks
 from helpers import ROOT, metrics, read_all
-from preparing import error, load, splits_of, write_text
+from preparing import error, splits_of, write_text
 
 from data import command, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
-
-
-def refused(result, *words: str) -> None:
-    code, out, err = result
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "; " in err, result
-    assert all(word in err for word in words), err
 
 
 @pytest.mark.parametrize("name, flags, words", [
@@ -57,8 +51,9 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     before = sorted(os.listdir())
     if not any(flag.startswith("--out") for flag in flags):
         flags = [*flags, f"--out={tmp_path}/out"]
-    refused(call(name, *flags), *words)
-    assert sorted(os.listdir()) == before
+    code, _, err = call(name, *flags)
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "; " in err, err
+    assert all(word in err for word in words) and sorted(os.listdir()) == before, err
 
 
 def test_ctrl_c_is_answered(capsys):
@@ -138,16 +133,6 @@ def test_strange_meta_is_one_line(tmp_path, monkeypatch, text):
     Path("train.bin").write_bytes(b"\1\0")
     Path("meta.json").write_text(text)
     assert len(error(lambda: dataset.open_data(tmp_path).split("train"))) < 700
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "splits": {}}'])
-def test_damaged_progress_is_one_line(call, tmp_path, monkeypatch, content):
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("some words of text\n" * 50)
-    Path("set/.preparing").mkdir(parents=True)
-    Path("set/.preparing/progress.json").write_bytes(content)
-    words = ["progress.json cannot be used (", "to start again"]
-    refused(call("text", "--input=a.txt", "--tokenizer=byte", "--out=./set"), *words)
 
 
 # Six of them are shorter than the tiny text, which so has two lines.
@@ -240,28 +225,20 @@ def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path, as_url):
     assert data.eot is None and data.vocab_size == len(table) and data.tokenizer.decode([0, 1]) == "\n "
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    """data/shakespeare_char/text.py without its text, and with the text above as its download."""
-    monkeypatch.setattr(shakespeare, "TEXT", tmp_path / "set" / "input.txt")
-    monkeypatch.setattr(shakespeare, "URL", (tmp_path / "remote.txt").as_uri())
+def test_shakespeare_download_is_checked(tmp_path, monkeypatch):
+    kept, remote = tmp_path / "set" / "input.txt", tmp_path / "remote.txt"
+    monkeypatch.setattr(shakespeare, "TEXT", kept)
+    monkeypatch.setattr(shakespeare, "URL", remote.as_uri())
     monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(SPEECH.encode()).hexdigest())
-    (tmp_path / "remote.txt").write_text(SPEECH)
-    return shakespeare
-
-
-def test_shakespeare_download_is_checked(script, tmp_path):
-    (tmp_path / "remote.txt").write_text(SPEECH[:-1])
-    message = error(script.shakespeare)
-    assert "has the SHA-256 " in message and message.endswith("; get it elsewhere and pass --input=FILE")
-    assert not script.TEXT.exists()
-    (tmp_path / "remote.txt").write_text(SPEECH)
-    assert script.shakespeare().decode() == script.TEXT.read_text() == SPEECH
+    remote.write_text(SPEECH[:-1])
+    assert "has the SHA-256 " in error(shakespeare.shakespeare) and not kept.exists()
+    remote.write_text(SPEECH)
+    assert shakespeare.shakespeare().decode() == kept.read_text() == SPEECH
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
-def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
-    monkeypatch.setattr(script, "SECONDS", 0.3)
+def test_shakespeare_with_a_bad_server(answer, monkeypatch):
+    monkeypatch.setattr(shakespeare, "SECONDS", 0.3)
 
     def serve():
         connection, _ = server.accept()
@@ -273,14 +250,14 @@ def test_shakespeare_with_a_bad_server(script, answer, monkeypatch):
         if answer:
             threading.Thread(target=serve, daemon=True).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
-        message = error(script.download, url)
+        message = error(shakespeare.download, url)
     assert message.startswith("cannot download http://127.0.0.1") and "; put the text at" in message
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(call, tmp_path, monkeypatch):
     """The byte tokenizer replaces GPT-2's, whose table may be missing here."""
     (tmp_path / "a.txt").write_text("é" * 19 + "a")
-    monkeypatch.setattr(load("shakespeare"), "GPT2Tokenizer", ByteTokenizer)
+    monkeypatch.setattr("data.shakespeare.prepare.GPT2Tokenizer", ByteTokenizer)
     assert call("shakespeare", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}")[0] == 0
     train, val = splits_of(tmp_path / "out").values()
     assert bytes(train) == b"\xc3\xa9" * 18 and bytes(val) == "éa".encode()  # of 20 characters, not of 39 bytes

@@ -35,6 +35,7 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MIXED = "Hello world, it's naïve.  \n\n  def f(x):\t# 中文 \U0001f600 <s> </s> <|endoftext|>"
+SENTENCES = [*TEXTS, MIXED, " a", "e\u0301", "it's\n\n \n2026", "a<|endoftext|>b</s>c", "<tool>x"]
 
 
 def with_bos(tokenizer: Tokenizer) -> Tokenizer:
@@ -168,6 +169,7 @@ def theirs(tokenizer, text: str) -> list[int]:
 
 
 WORDS = st.sampled_from([*" \n▁é中\U0001f600", "  ", "it's", "the", "<s>", "</s>", "<0x0A>", "e\u0301"])
+SAME_LETTERS = st.text("ab ", max_size=40)  # tokens overlap in many ways
 ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
 
 
@@ -295,9 +297,6 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, name, value):
     assert words in error(from_spec, tokenizer.spec | {name: value}, tmp_path)
 
 
-SAME_LETTERS = st.text("ab ", max_size=40)  # tokens overlap in many ways
-
-
 @pytest.mark.parametrize("kind", OURS)
 @settings(max_examples=40)
 @given(text=ANY | SAME_LETTERS)
@@ -318,9 +317,6 @@ def test_the_same_tokens_in_another_order_are_others():
     other = HFTokenizer(json.dumps(parts).encode(), ours.special, "x")
     assert (other.vocab_size, other.eot) == (ours.vocab_size, ours.eot)
     assert ours.same_tokens(same) and not ours.same_tokens(other) and other.hash != ours.hash
-
-
-SENTENCES = [*TEXTS, MIXED, " a", "e\u0301", "it's\n\n \n2026", "a<|endoftext|>b</s>c", "<tool>x"]
 
 
 def same_ids(path: Path, tokenizer) -> bool:

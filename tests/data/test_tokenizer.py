@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from data.base_tokenizer import LETTERS
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
 
+SOURCES = [(ROOT / name).read_text() for name in ("README.md", "ops.py", "train.py")]
+SOURCES += ["it's don't I'm they'd we'll I've you're\r\n" * 99]
+MIXED = (
+    "naïve «été» 中文字 \U0001f600\u200d\U0001f525\r\n\t\t x  y\n\n\n  def f(a1, b22=3.1415):  # <|endoftext|>"
+    "'s I'LL it's they'll \x00\xa0\u3000 "
+)
+BPE = train_bpe(SOURCES, 1000)
+HF = ByteLevelBPETokenizer(add_prefix_space=False)  # split, alphabet, training and encoding by Hugging Face
+HF.train_from_iterator(SOURCES, 999, min_frequency=2, show_progress=False)
+HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
 ANY_CHARACTER = st.characters() | st.characters(categories=["Cs"])  # lone surrogates too
 
 
@@ -77,15 +88,11 @@ def small_gpt2(monkeypatch) -> bytes:
     return table
 
 
-def offline(*_):
-    raise ConnectionError("Max retries\nexceeded")
-
-
 def test_a_run_needs_no_table_of_gpt2(small_gpt2, run, tmp_path, monkeypatch, capsys):
     """Data of older versions have none. Then a run has no bits per byte and no text of the model, and says so."""
     tokenizer = build("gpt2", list)
     write_text(tmp_path / "data", tokenizer, MIXED * 9)
-    monkeypatch.setattr("tiktoken.load.read_file_cached", offline)
+    monkeypatch.setattr("tiktoken.load.read_file_cached", Mock(side_effect=ConnectionError("Max retries\nexceeded")))
     flags = [f"--dataset={tmp_path / 'data'}", "--max_iters=2", "--eval_interval=1", "--warmup_iters=0"]
     assert metrics(run(*flags, out="with"))[-1]["val_bpb"] > 0 and (tmp_path / "with" / "vocab.bpe").exists()
     (tmp_path / "data" / "vocab.bpe").unlink()
@@ -118,18 +125,6 @@ def test_gpt2_is_tiktokens_ordinary_encoding(gpt2):
         assert gpt2.byte_lengths[ids].sum() == len(repaired(text).encode())
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
     assert gpt2.token_bytes[:-1] == [theirs.decode_single_token_bytes(i) for i in range(gpt2.eot)]
-
-
-SOURCES = [(ROOT / name).read_text() for name in ("README.md", "ops.py", "train.py")]
-SOURCES += ["it's don't I'm they'd we'll I've you're\r\n" * 99]
-MIXED = (
-    "naïve «été» 中文字 \U0001f600\u200d\U0001f525\r\n\t\t x  y\n\n\n  def f(a1, b22=3.1415):  # <|endoftext|>"
-    "'s I'LL it's they'll \x00\xa0\u3000 "
-)
-BPE = train_bpe(SOURCES, 1000)
-HF = ByteLevelBPETokenizer(add_prefix_space=False)  # split, alphabet, training and encoding by Hugging Face
-HF.train_from_iterator(SOURCES, 999, min_frequency=2, show_progress=False)
-HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
 
 
 def test_letters_of_bytes_and_the_vocabulary_are_those_of_hugging_face():
