@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import changes_until_killed, edit_state, refused, tensors_in
+from preparing import error
 from safetensors.torch import load_file
 
 import train
@@ -96,14 +97,6 @@ def value_of(path, state=None):
     return state["samples"]
 
 
-def message(kind, call, *args, **kwargs):
-    """The one line that the call must raise."""
-    with pytest.raises(kind) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 @contextlib.contextmanager
 def full_disk(size=2000):
     """No file grows beyond so many bytes."""
@@ -121,9 +114,6 @@ def names(out_dir):
 
 def step_name(step):
     return f"step_{step:08d}"
-
-
-# ---- One process
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
@@ -162,22 +152,17 @@ def test_pointers_and_pruning(tmp_path):
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path, tensors):
-    assert "no directory" in message(FileNotFoundError, checkpoint.find, tmp_path / "absent")
-    assert "no checkpoint" in message(FileNotFoundError, checkpoint.find, tmp_path)
     first, second = (save(tmp_path, step, tensors) for step in (1, 2))
-    assert str(second) in message(FileNotFoundError, checkpoint.find, tmp_path, "best")
-    (second / "rank_0.safetensors").write_bytes(b"")
-    text = message(ValueError, load, second, tensors)
-    assert f"{second} is damaged" in text and f"move it out of {tmp_path}" in text and "from a copy" in text
+    assert str(second) in error(checkpoint.find, tmp_path, "best", kind=FileNotFoundError)
     second.rename(tmp_path / "aside")
     assert checkpoint.find(tmp_path) == first
-    text = message(ValueError, checkpoint.read_state, second)
+    text = error(checkpoint.read_state, second)
     assert f"{second} is gone" in text and "damaged" not in text and "delete" not in text
     (tmp_path / "latest").write_bytes(b"../\xff")
     assert checkpoint.find(tmp_path) == first
     for wrong in (math.nan, -math.inf):
         path = save(tmp_path, 3, {"model.w": torch.tensor([1.0, wrong])})
-        text = message(ValueError, load, path, {"model.w": torch.zeros(2)})
+        text = error(load, path, {"model.w": torch.zeros(2)})
         assert f"model.w in checkpoint {path} has numbers that are not finite; use an earlier" in text
 
 
@@ -193,22 +178,13 @@ def test_damage_is_found_or_harmless(tmp_path, name):
             file.write_bytes(damaged)
             try:
                 assert holds(path, saved)  # a byte that means nothing, such as padding
-            except ValueError as error:
-                assert str(path) in str(error) and "\n" not in str(error)
-                assert name == "index.json" or f"is damaged: {name}" in str(error) or "index.json" in str(error)
+            except ValueError as e:
+                assert f"checkpoint {path} is damaged: " in str(e) and "\n" not in str(e)
+                assert f"is damaged: {name}" in str(e) or "index.json" in str(e)
                 found += 1
     assert found > 50
     file.unlink()
-    assert name in message(ValueError, load, path, zeros(saved))
-
-
-def test_full_disk_leaves_the_previous_checkpoint(tmp_path, tensors):
-    """As a kill leaves it between two renames. In test_train.py a run's disk is full."""
-    save(tmp_path, 1, tensors).rename(tmp_path / f"{step_name(1)}.old")
-    with full_disk():
-        text = message(OSError, save, tmp_path, 2, {"w": torch.ones(100_000)})
-    assert f"{step_name(2)}: File too large; " in text  # of the system, and no "unexpected pos" of torch's
-    assert holds(tmp_path, tensors)
+    assert name in error(load, path, zeros(saved))
 
 
 def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
@@ -240,9 +216,6 @@ def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkey
     assert holds(tmp_path / "later" / step_name(2), live) and holds(tmp_path / "later", tensors)
 
 
-# ---- A kill at every instant
-
-
 @pytest.mark.parametrize("step,asynchronous", [(3, False), (4, True)])  # 3 is there, latest and best: it is replaced
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchronous, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
@@ -269,9 +242,6 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchr
             break
     assert operation > 10
     assert kept[0] == [3, 3] and kept[-1] == [9, 9] and kept == sorted(kept)  # once the new one is there, it stays
-
-
-# ---- Several ranks
 
 
 def on_ranks(size, work, tmp_path):
@@ -338,17 +308,20 @@ def part(whole, layout, rank):
 
 
 def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
+    """And what was saved before stays, also as a kill leaves it between two renames."""
     whole, path = torch.arange(4000.0).view(1000, 4), tmp_path / step_name(1)
 
     def write(rank):
         tensors = {"w": part(whole, [(0, 2)], rank), f"rng.{rank}": torch.ones(3)}
         save(tmp_path, 1, tensors)
+        if rank == 0:  # which is the first to look at the folder in the next save
+            path.rename(f"{path}.old")
         with full_disk() if rank == 1 else contextlib.nullcontext():
-            return message(OSError, save, tmp_path, 2, tensors)
+            return error(save, tmp_path, 2, tensors, kind=OSError)
 
     def read(rank):
         mine, absent = {"w": part(0 * whole, [(0, 2)], rank)}, {"absent": torch.zeros(1)} if rank == 1 else {}
-        return [message(ValueError, load, path, tensors) for tensors in (mine, absent)]
+        return [error(load, path, tensors) for tensors in (mine, absent)]
 
     assert all(step_name(2) in said for said in on_ranks(2, write, tmp_path))
     assert names(tmp_path) == ["latest", step_name(1)] and torch.equal(tensors_in(tmp_path)["w"], whole)
@@ -422,16 +395,10 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path):
     assert on_ranks(2, read, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
 
 
-# ---- What a checkpoint says of itself
-
-
 IMPOSSIBLE = {  # key of state.json -> values that no run saves
-    "step": [-5, True, 2**43, 2**70, "10", 10.0, None],
-    "samples": [-8, True, 2**63, 80.0, "80", None],
-    "skipped": [-1, False, None],
+    **dict.fromkeys(("step", "samples", "skipped", "ranks"), [-1, True, False, 2**43, 2**63, 2**70, "10", 10.0, None]),
     "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
     "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
-    "ranks": [-1, True, 1.0],
     "flags": [None, [], "x"],
     "scaler": [None, [], {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"_growth_tracker": -1}],
     "tokenizer": [3, "x", []],
@@ -454,25 +421,24 @@ def test_a_state_that_cannot_be_is_refused(tmp_path):
         for value in values:
             file.write_text(good)
             edit_state(path, **{key: value})
-            text = message(ValueError, checkpoint.read_state, path)
+            text = error(checkpoint.read_state, path)
             assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r:.50}")
             assert text.count("; ") == 1 and "delete" not in text
     texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in IMPOSSIBLE if key != "data"]
     for text in (*texts, "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
         file.write_text(text)
-        assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
+        assert f"{path} is damaged: state.json" in error(checkpoint.read_state, path)
     file.unlink()
-    assert f"{path} is damaged: state.json" in message(ValueError, checkpoint.read_state, path)
+    assert f"{path} is damaged: state.json" in error(checkpoint.read_state, path)
     for found in (3, 5):
         file.write_text(good)
         edit_state(path, format=found)
-        text = message(ValueError, checkpoint.read_state, path)
+        text = error(checkpoint.read_state, path)
         assert f"{path} has format {found}, and this program reads format 4; use the version" in text
 
 
-def test_a_start_refuses_random_states_of_garbage_and_says_once_that_latest_is_gone(
-    trained, tiny_data, tmp_path, capsys, in_this_process
-):
+def test_random_states_of_garbage_and_a_lost_latest(trained, tiny_data, tmp_path, capsys, in_this_process):
+    """A start refuses those, and says once of this one that it is gone."""
     out = shutil.copytree(trained, tmp_path / "out")
     flags = [f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3"]
     state, tensors = checkpoint.read_state(checkpoint.find(out)), tensors_in(out)
@@ -482,9 +448,6 @@ def test_a_start_refuses_random_states_of_garbage_and_says_once_that_latest_is_g
     (out / "latest").unlink()
     train.main(flags)
     assert capsys.readouterr().err.count(f"{out}/latest names no checkpoint, the newest one is") == 1
-
-
-# ---- Readers of a run that saves
 
 
 def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):
@@ -514,12 +477,12 @@ def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):
     assert read(prune, 0) == (1, 1)
     assert read(prune, 3) == (4, 4)
     assert read(replace, 1) == (9, 2)
-    text = message(OSError, read, prune, math.inf)
+    text = error(read, prune, math.inf, kind=OSError)
     assert "saved to faster" in text and "--keep_last" in text and "damaged" not in text
 
     put(tmp_path, 7)
     (tmp_path / step_name(7) / "rank_0.safetensors").unlink()  # which stays damaged
-    assert "is damaged" in message(ValueError, checkpoint.read, tmp_path, value_of)
+    assert "is damaged" in error(checkpoint.read, tmp_path, value_of)
 
 
 def test_ranks_follow_a_run_together(tmp_path):
@@ -548,9 +511,6 @@ def test_ranks_follow_a_run_together(tmp_path):
         return checkpoint.read(out, value_of)
 
     assert on_ranks(2, work, tmp_path) == [4, 4]
-
-
-# ---- Files from strangers
 
 
 LIES = [  # keys of the first piece of w, of w itself, and what is said
@@ -586,6 +546,6 @@ def test_shards_that_lie_are_refused(tmp_path):
         text = json.dumps(index)
         (path / "index.json").write_text(text)
         edit_state(path, index_sha256=hashlib.sha256(text.encode()).hexdigest())
-        assert words in message(ValueError, load, path, zeros(saved))
+        assert words in error(load, path, zeros(saved))
     edit_state(path, index_sha256="0" * 64)
-    assert "not the one that was saved" in message(ValueError, load, path, zeros(saved))
+    assert "not the one that was saved" in error(load, path, zeros(saved))

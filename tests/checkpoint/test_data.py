@@ -29,10 +29,10 @@ def test_each_source_goes_on_where_the_weights_change():
     """Of each source, the windows are those of a run on it alone, whatever the weights were, and none comes twice."""
     sizes, samples, read, found = (70, 50, 30), 0, (0, 0, 0), [[], [], []]
     for weights, n in (((7, 2, 1), 40), ((1, 1, 8), 25), ((1, 1, 8), 30), ((3, 3, 1), 50)):
-        place = {"start": samples, "read": [*read]}
-        made = loader(sizes, weights, since=65 if samples == 65 else samples, **place)
+        since = samples
         if samples == 65:  # the same weights as before: the mixture goes on in the middle of its period
-            made = loader(sizes, weights, since=40, **place)
+            since = 40
+        made = loader(sizes, weights, since=since, start=samples, read=[*read])
         for window in made.windows(np.arange(samples, samples + n)).tolist():
             source = int(np.searchsorted(np.cumsum(sizes), window, "right"))
             found[source].append(window - sum(sizes[:source]))

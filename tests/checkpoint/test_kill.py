@@ -24,8 +24,6 @@ SETTINGS = {  # processes, kills, flags
     "ddp": (2, 12, ["--dropout=0.1"]),
     "fsdp": (2, 12, ["--parallel=fsdp", "--async_checkpoint=True"]),
 }
-
-
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
