@@ -150,7 +150,7 @@ class Run:
         self.stop = cleanup.enter_context(StopSignal(ranks))
         self.evaluation = Evaluation(cfg, data, streams, objective, self.sharded)
         step = self.step if cfg.init_from == "resume" else None
-        self.checkpoints = Checkpoints(cfg, ranks, self.stop, self.metrics, step, state["best_val_loss"])
+        self.checkpoints = Checkpoints(cfg, self.stop, self.metrics, step, state["best_val_loss"])
 
     def open_metrics(self, cleanup: ExitStack) -> Silent:
         """The metrics of the first rank, which also writes the flags and the tokenizer; nothing on other ranks."""

@@ -105,9 +105,8 @@ def read_state(path: Path) -> dict:
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]
         require(type(found) is int, f"format is {found!r:.60}")
-    if found != FORMAT:
-        remedy = "use the version of this program that wrote it, or train again in another --out_dir"
-        raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
+    remedy = "use the version of this program that wrote it, or train again in another --out_dir"
+    require(found == FORMAT, f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     state.setdefault("data", {})  # of a checkpoint that is older than the key
     with damage_in(path, "state.json"):
         for key, kind in STATE.items():
@@ -186,7 +185,6 @@ def read_index(path: Path, state: dict) -> dict[str, Saved]:
 def _saved(name: str, entry: dict, sizes: dict[str, int]) -> Saved:
     """An entry of index.json; `sizes` are those of the files beside it, by name."""
     saved = Saved(tuple(entry["shape"]), DTYPES[entry["dtype"]], [Piece(**piece) for piece in entry["pieces"]])
-    complete = 0
     for piece in saved.pieces:
         numbers = [piece.start, *piece.offsets, *piece.sizes]
         require(all(type(n) is int and n >= 0 for n in numbers), f"a piece of {name} has no whole numbers")
@@ -195,7 +193,7 @@ def _saved(name: str, entry: dict, sizes: dict[str, int]) -> Saved:
         require(end <= sizes[piece.file], f"{piece.file} is cut off after {sizes[piece.file]} bytes")
         for offset, size, whole in zip(piece.offsets, piece.sizes, saved.shape, strict=True):
             require(offset + size <= whole, f"a piece of {name} lies outside of it")
-        complete += math.prod(piece.sizes)
+    complete = sum(math.prod(piece.sizes) for piece in saved.pieces)
     require(complete == math.prod(saved.shape), f"pieces of {name} are missing")
     return saved
 

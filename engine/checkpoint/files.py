@@ -50,7 +50,7 @@ def save(
     file = partial_step / f"rank_{rank}.safetensors"
     try:
         together(lambda: is_first_rank() and _begin(partial_step), group)
-        mine = {name: parts[name] for name in _share(parts, rank, group)}
+        mine = _share(parts, rank, group)
         written = _gather(together(lambda: contents.write(file, mine), group), group)
         together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best), group)
     except (OSError, ValueError) as error:
@@ -135,10 +135,9 @@ def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_
             saved = index.get(name)
             shape = tuple(tensor.shape)
             same_shape = saved and unpadded(name, saved.shape, vocab_size) == unpadded(name, shape, vocab_size)
-            if not same_shape or saved.dtype != tensor.dtype:
-                found = f"{saved.shape} {saved.dtype}" if saved else "absent"
-                fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
-                raise ValueError(f"{fact}; use the flags of its training")
+            found = f"{saved.shape} {saved.dtype}" if saved else "absent"
+            fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
+            require(same_shape and saved.dtype == tensor.dtype, f"{fact}; use the flags of its training")
         for name, tensor in tensors.items():
             part = own_part(tensor)
             contents.fill(path, name, index[name], part)
@@ -156,14 +155,14 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
     return shape
 
 
-def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -> list[str]:
-    """The names of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
+def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -> dict[str, Part]:
+    """Those of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
     holders = defaultdict(list)
     for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()], group)):
         for part in held:
             holders[part].append(rank)
     turns = enumerate(holders.items())
-    return [name for turn, ((name, _), ranks) in turns if ranks[turn % len(ranks)] == mine]
+    return {name: parts[name] for turn, ((name, _), ranks) in turns if ranks[turn % len(ranks)] == mine}
 
 
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

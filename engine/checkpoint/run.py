@@ -8,7 +8,6 @@ import filecmp
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,9 +49,8 @@ def check_out_dir(cfg):
         return
     folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
-    if (folder / "state.json").exists():
-        remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
-        raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
+    remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
+    require(not (folder / "state.json").exists(), f"{where} is one checkpoint, not the folder of a run; {remedy}")
     if cfg.init_from == "resume" or not (folder / "latest").exists():
         return
     if may_restart():
@@ -204,7 +202,9 @@ def restore(cfg, run: Step) -> dict:
         tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
         weights.load_tensors(path, tensors, sharded, index)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
-        together(partial(set_random_states, tensors, path))
+        together(lambda: set_random_states(tensors, path))
+        if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
+            run.scaler.load_state_dict(state["scaler"])
         return state
 
     def set_random_states(tensors: dict[str, Tensor], path: Path):
@@ -214,7 +214,4 @@ def restore(cfg, run: Step) -> dict:
             if f"rng.{ranks.rank}.cuda" in tensors:
                 torch.cuda.set_rng_state(tensors[f"rng.{ranks.rank}.cuda"], ranks.device)
 
-    state = checkpoint.read(cfg.out_dir, load)
-    if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
-        run.scaler.load_state_dict(state["scaler"])
-    return state
+    return checkpoint.read(cfg.out_dir, load)

@@ -14,7 +14,7 @@ from data.errors import fail
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import Part, own_part
 from engine.metrics import Silent
-from engine.parallel.ranks import Ranks, leave
+from engine.parallel.ranks import is_first_rank, leave
 from engine.stop_signal import StopSignal
 
 
@@ -26,15 +26,17 @@ class Checkpoints:
     Its collectives have a process group of their own.
     """
 
-    def __init__(self, cfg, ranks: Ranks, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):
-        self.cfg, self.ranks, self.stop, self.metrics = cfg, ranks, stop, metrics
+    def __init__(self, cfg, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):
+        self.cfg = cfg
+        self.stop = stop
+        self.metrics = metrics
         self.last_queued_step = step  # of the last checkpoint that was given to `save`; it may still be unwritten
         self.last_written_step = step  # of the last checkpoint that is known to be on the disk
         self.best_loss = best_loss  # the lowest validation loss so far
         self.diverged_step: int | None = None  # the last one whose evaluation was not finite
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.copies: dict[str, Tensor] = {}
-        self.writing: Future | None = None
+        self.writing: Future | None = None  # the last checkpoint's
 
     def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
         """Whether these losses of a step are finite, and the validation loss is now the lowest."""
@@ -60,19 +62,16 @@ class Checkpoints:
         """End the run because the loss or its gradient was not finite at step `bad`, which read these samples."""
         self.wait()
         fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
-        remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
-        self.fail(f"{fact}; {self.known_of_last(bad)}; {remedy}")
-
-    def known_of_last(self, bad: int) -> str:
-        """What is known of the last checkpoint if the loss or its gradient at step `bad` is not finite."""
         saved = self.last_written_step
+        known = f"the checkpoint of step {saved} is good"
         if saved is None:
-            return "nothing is saved yet"
-        if saved == self.diverged_step:
-            return f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
-        if saved == bad:
-            return f"the checkpoint of step {saved} has the weights of this step, so go back to one before it"
-        return f"the checkpoint of step {saved} is good"
+            known = "nothing is saved yet"
+        elif saved == self.diverged_step:
+            known = f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
+        elif saved == bad:
+            known = f"the checkpoint of step {saved} has the weights of this step, so go back to one before it"
+        remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
+        self.fail(f"{fact}; {known}; {remedy}")
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
         """Save a checkpoint after the one before it; `is_best`: its loss is the lowest so far."""
@@ -80,31 +79,28 @@ class Checkpoints:
         self.last_queued_step = step
         self.writing = writing = Future()
         state = state | {"best_val_loss": self.best_loss}
-        if self.cfg.async_checkpoint:
-            tensors = {name: self.copy(name, own_part(x)) for name, x in tensors.items()}
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
 
-        def write():
+        def write(tensors: dict[str, Tensor | Part]):
             try:
                 checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best, self.group)
                 writing.set_result(step)
             except BaseException as error:
                 writing.set_exception(error)
 
-        if self.cfg.async_checkpoint:
-            threading.Thread(target=write, name="checkpoint", daemon=True).start()
-        else:
-            write()
-            self.wait()
+        if not self.cfg.async_checkpoint:
+            write(tensors)
+            return self.wait()
+        copies = {name: self.copy(name, own_part(x)) for name, x in tensors.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        threading.Thread(target=write, args=(copies,), name="checkpoint", daemon=True).start()
 
     def copy(self, name: str, part: Part) -> Part:
         """The part with a copy of its tensor in host memory. A copy from a GPU may still be under way."""
-        x, buffer = part.tensor, self.copies.get(name)
-        if buffer is None:
-            buffer = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-            self.copies[name] = buffer
-        return part._replace(tensor=buffer.copy_(x, non_blocking=x.is_cuda))
+        x = part.tensor
+        if name not in self.copies:
+            self.copies[name] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+        return part._replace(tensor=self.copies[name].copy_(x, non_blocking=x.is_cuda))
 
     def wait(self):
         """Wait until the checkpoint under way is written. If it has failed, on all ranks, the run ends."""
@@ -112,10 +108,9 @@ class Checkpoints:
             return
         try:
             self.last_written_step = self.writing.result()
-            self.writing = None
         except OSError as error:
             try:
-                if self.ranks.first:
+                if is_first_rank():
                     self.fail(str(error), 2)
                 raise SystemExit(2) from None
             finally:

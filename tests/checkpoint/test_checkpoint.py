@@ -25,7 +25,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.saver import Checkpoints
 from engine.metrics import Silent
 from engine.parallel.owners import Part
-from engine.parallel.ranks import Ranks, make_mesh
+from engine.parallel.ranks import make_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 SCALER = {
@@ -55,8 +55,7 @@ def index_of(path):
 def checkpoints(out_dir, asynchronous, keep_last=2):
     """As a run of one process makes it."""
     cfg = SimpleNamespace(out_dir=out_dir, async_checkpoint=asynchronous, keep_last=keep_last)
-    ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
-    return Checkpoints(cfg, ranks, SimpleNamespace(finish=lambda: None), Silent(), None, 1.5)
+    return Checkpoints(cfg, SimpleNamespace(finish=lambda: None), Silent(), None, 1.5)
 
 
 @pytest.fixture
