@@ -207,7 +207,7 @@ class Metrics(Silent):
     """
 
     def __init__(self, cfg, work, device: torch.device, step: int, tokens: int):
-        self.flops_per_token = work.flops_per_sample / cfg.block_size  # of forward and backward
+        self.flops_per_token = work.flops_per_token
         self.peak = work.peak_flops  # of all ranks together, None if unknown
         self.device = device
         self.steps = step

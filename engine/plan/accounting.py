@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -24,7 +23,7 @@ class Work:
         self.peak_flops = peak_flops
         self.n_params = model.n_params()
         self.n_read = n_read(model)
-        self.flops_per_sample = flops(model, *lengths)
+        self.flops_per_token = flops(model, *lengths) / cfg.block_size  # of forward and backward
         self.attention_kernels = attention_kernels(model, *lengths, device, dtype, cfg.cp)
 
 
@@ -70,12 +69,10 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
             queries //= 2 * cp
         key = torch.empty(m.n_kv_head, 1, m.head_dim, device=model.wte.weight.device)
         flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1))
-        mapped = m.softcap > 0 or m.phi is not None
-        kernel = partial(attention_kernel, mapped=mapped, dropout=m.dropout, device=device, flash=flash)
+        options = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
         docs = ((), (), ()) if model.cfg.doc_mask and keys else None  # any, of known boundaries
         mask = Mask(m.causal, m.window if m.window < keys else 0, docs)
-        layers[kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots")] += 1
+        layers[attention_kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots", *options)] += 1
         if m.reader.slots == "own_slots":
-            layers[kernel(Mask(False), queries, slots, False)] += 1
-    numbers = {kernel: "1 layer" if n == 1 else f"{n} layers" for kernel, n in layers.items()}
-    return ", ".join(f"{kernel} ({number})" for kernel, number in numbers.items())
+            layers[attention_kernel(Mask(False), queries, slots, False, *options)] += 1
+    return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in layers.items())

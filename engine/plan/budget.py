@@ -4,7 +4,7 @@ A fit is the loss of N parameters after D tokens: E + A / N^alpha + B / D^beta. 
 as in these papers; accounting.py counts FLOPs, not 6 N D. Other texts would have other fits: the sizes show a region.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import cache, partial
 from math import ceil, lcm
@@ -34,32 +34,27 @@ def size(cfg, lengths: tuple[int, int], n_layer: int) -> tuple[ModelConfig, int,
     return shape, n_read(model), flops(model, *lengths) / cfg.block_size
 
 
-def best(fit: tuple[float, ...], budget: float, least: int, sized: Callable) -> int:
-    """The depth of the least loss after so many FLOPs, from the least one on; from 32 on, not every depth is tried."""
+def best(fit: tuple[float, ...], budget: float, n: int, sized: Callable) -> int:
+    """The depth of the least loss after so many FLOPs, climbing from depth n; from 32 on, not every depth is tried."""
     a, alpha, b, beta = fit
 
     def loss(n_layer: int) -> float:
         _, parameters, of_token = sized(n_layer)
         return a / parameters**alpha + b / (budget / of_token) ** beta
 
-    n = least
     while loss(n + max(1, n // 16)) < loss(n):
         n += max(1, n // 16)
     return n
 
 
-def report(cfg, lengths: tuple[int, int], work: Work, step: int) -> list[str]:
+def report(cfg, lengths: tuple[int, int], work: Work, step: int) -> Iterator[str]:
     """Lines for the plan of a run that has target_flops or target_ratio; `step` are the tokens of a step."""
-    of_token = work.flops_per_sample / cfg.block_size
-    budget = cfg.target_flops or cfg.target_ratio * work.n_read * of_token
-    tokens = budget / of_token
-    of_parameter = f"{tokens / work.n_read:,.4g} for each parameter that a token reads"
-    head = f"\n{budget:.4g} FLOPs: {tokens / 1e9:,.4g} billion tokens, {of_parameter}"
-    lines = [f"{head}; set --max_iters={ceil(tokens / step)}"]
-    lines.append("  best size for them, by          n_layer  n_embd       parameters  billion tokens")
+    budget = cfg.target_flops or cfg.target_ratio * work.n_read * work.flops_per_token
+    tokens = budget / work.flops_per_token
+    head = f"\n{budget:.4g} FLOPs: {tokens / 1e9:,.4g} billion tokens, {tokens / work.n_read:,.4g} for each parameter"
+    yield f"{head} that a token reads; set --max_iters={ceil(tokens / step)}"
+    yield "  best size for them, by          n_layer  n_embd       parameters  billion tokens"
     sized = cache(partial(size, cfg, lengths))
     for source, fit in FITS.items():
-        shape, parameters, flops_of_token = sized(best(fit, budget, max(2, len(cfg.strings)), sized))
-        billions = budget / flops_of_token / 1e9
-        lines.append(f"  {source:<30}{shape.n_layer:>9}{shape.n_embd:>8}{parameters:>17,}{billions:>16,.4g}")
-    return lines
+        shape, parameters, of_token = sized(best(fit, budget, max(2, len(cfg.strings)), sized))
+        yield f"  {source:<30}{shape.n_layer:>9}{shape.n_embd:>8}{parameters:>17,}{budget / of_token / 1e9:>16,.4g}"

@@ -141,6 +141,7 @@ class Rank:
             self.owned += owned
             self.muon_flops += 30 * min(p.shape[-2:]) * owned
         group = self.cfg.parallel
+        shards = 1
         rows = len(p)
         if self.cfg.ep > 1 and isinstance(self.model.get_submodule(name.rpartition(".")[0]), ExpertLinear):
             group = "experts"
@@ -150,15 +151,13 @@ class Rank:
             n //= self.cfg.tp
         else:
             self.send("tp", 8 * n)
-        held = sent = n
         if self.fsdp:  # which cuts between rows
             shards, _ = self.groups[group]
-            held = -(-rows // shards) * n // rows
-            sent = shards * held
+        held = -(-rows // shards) * n // rows
         block = name.rpartition(".sums.")[0]
         self.gathered[block] += n
         self.held[optimizer] += held
-        self.send(group, sent * self.exchanged(block))
+        self.send(group, shards * held * self.exchanged(block))
         self.send("hsdp", 8 * held)
 
     def exchanged(self, block: str) -> int:

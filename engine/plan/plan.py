@@ -40,30 +40,31 @@ class Plan(Rank):
         super().__init__(cfg, cfg.world_size)
         check_scaler(cfg, cfg.world_size, self.dtype)
         self.measure()
+        self.gpu = GPU[cfg.gpu]
         self.peak = gpu_peak(cfg.gpu, self.dtype)
         self.work = Work(self.cfg, self.lengths, "cuda", self.dtype, self.peak * cfg.world_size)
-        self.samples = cfg.batch_size * cfg.gradient_accumulation_steps  # in a step
+        self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size  # in a step
         self.sending = {kind: n / self.bandwidth(kind) for kind, n in self.traffic.items()}
         self.seconds = {cause: time for cause, time in self.step_time().items() if time > 0}
         self.step = sum(self.seconds.values())
-        self.mfu = self.work.flops_per_sample * self.samples / (self.work.peak_flops * self.step)
+        self.mfu = self.work.flops_per_token * self.tokens / (self.work.peak_flops * self.step)
 
     def bandwidth(self, kind: str) -> float:
         """Bytes per second that a rank can send to its group. Between nodes, all ring ranks of a node share their
         cards; in an all-to-all, each has its own."""
-        gpu = GPU[self.cfg.gpu]
         ranks, distance = self.groups[kind]
         if ranks * distance <= PER_NODE:
-            return LINK * gpu.intra
+            return LINK * self.gpu.intra
         if kind in ("ep", "muon"):
-            return LINK * gpu.inter
-        return LINK * gpu.inter * min(ranks, max(1, PER_NODE // distance))
+            return LINK * self.gpu.inter
+        return LINK * self.gpu.inter * min(ranks, max(1, PER_NODE // distance))
 
     def step_time(self) -> dict[str, float]:
         cfg = self.cfg
-        speed = GPU[cfg.gpu].achieved * self.peak
+        speed = self.gpu.achieved * self.peak
         head = 6 * cfg.n_embd * cfg.vocab_rows * self.lengths[0]  # FLOPs of a text
-        blocks = (self.work.flops_per_sample - head) * RECOMPUTE[cfg.activation_checkpoint] * self.n_layer / cfg.n_layer
+        blocks = self.work.flops_per_token * cfg.block_size - head
+        blocks *= RECOMPUTE[cfg.activation_checkpoint] * self.n_layer / cfg.n_layer
         data = sum(self.sending.get(kind, 0.0) for kind in ("fsdp", "ddp", "experts", "hsdp"))
         rest = sum(self.sending.values()) - data
         compute = (blocks + head) * cfg.batch_size * self.micro_steps / (cfg.cp * cfg.tp) / speed
@@ -85,8 +86,8 @@ def report(plan: Plan) -> str:
     def row(name: str, value: float, note: str = "") -> str:
         return f"  {name:<36} {value:>10.3f}  {note}".rstrip()
 
-    cfg, work, gpu = plan.cfg, plan.work, GPU[plan.cfg.gpu]
-    tokens = plan.samples * cfg.block_size
+    cfg = plan.cfg
+    gpu = plan.gpu
     verdict = "it fits"
     if plan.total > USABLE * gpu.memory:
         verdict = "it DOES NOT FIT;\n  try a smaller batch_size, a larger tp, pp or world_size"
@@ -94,9 +95,9 @@ def report(plan: Plan) -> str:
             if getattr(cfg, name) != value:
                 verdict += f", {name}={value}"
     lines = [
-        f"{work.n_params:,} parameters, {work.flops_per_sample / cfg.block_size / 1e9:,.4g} GFLOP per token forward "
-        f"and backward; attention: {work.attention_kernels}",
-        f"{tokens:,} tokens a step on {cfg.world_size:,} x {cfg.gpu}, in {plan.micro_steps:,} micro-steps",
+        f"{plan.work.n_params:,} parameters, {plan.work.flops_per_token / 1e9:,.4g} GFLOP per token forward and "
+        f"backward; attention: {plan.work.attention_kernels}",
+        f"{plan.tokens:,} tokens a step on {cfg.world_size:,} x {cfg.gpu}, in {plan.micro_steps:,} micro-steps",
         "\nmemory of a rank in GiB",
         *(row(kind, n / 2**30) for kind, n in plan.memory.items() if n),
         row("at the worst moment", plan.total / 2**30, f"of {gpu.memory / 2**30:.0f}: {verdict}"),
@@ -105,12 +106,12 @@ def report(plan: Plan) -> str:
         "\ntime of a step in seconds",
         *(row(cause, seconds) for cause, seconds in plan.seconds.items()),
         row("in all", plan.step, f"MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s"),
-        f"max_iters={cfg.max_iters:,}: {tokens * cfg.max_iters / 1e9:,.1f} billion tokens in "
+        f"max_iters={cfg.max_iters:,}: {plan.tokens * cfg.max_iters / 1e9:,.1f} billion tokens in "
         f"{plan.step * cfg.max_iters / 86400:,.1f} days",
         f"\nAssumed, not measured: {gpu.achieved:.0%} of the peak; {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s among the "
         f"{PER_NODE} GPUs of a node, and of {gpu.inter / 1e9:.0f} GB/s beyond;",
         f"{OVERLAP:.0%} of the computation hides traffic of data ranks; {USABLE:.0%} of the memory is usable.",
     ]
     if cfg.target_flops or cfg.target_ratio:
-        lines += budget.report(cfg, plan.lengths, work, tokens)
+        lines += budget.report(cfg, plan.lengths, plan.work, plan.tokens)
     return "\n".join(lines)

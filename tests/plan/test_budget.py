@@ -72,7 +72,7 @@ def numbers(line: str) -> list[float]:
 
 def report(**flags) -> list[str]:
     cfg = config(**flags)
-    return budget.report(cfg, (32, 0), Work(cfg, (32, 0), "cpu", torch.float32, None), 1024)
+    return list(budget.report(cfg, (32, 0), Work(cfg, (32, 0), "cpu", torch.float32, None), 1024))
 
 
 def test_the_report():

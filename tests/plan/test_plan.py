@@ -346,7 +346,7 @@ def test_time_by_hand():
     p = plan.Plan(config(world_size=2, activation_checkpoint="full", dtype="bfloat16"))
     attention, head = 4 * 12 * 32 * 64, 512 * 64
     flops = 6 * (weights + head) + attention
-    assert p.work.flops_per_sample == 32 * flops
+    assert p.work.flops_per_token == flops
     work = (4 / 3 * (6 * weights + attention) + 6 * head) * tokens / 2
     assert p.seconds["computation"] == pytest.approx(work / (0.5 * 989.4e12))
     assert p.sending["ddp"] == pytest.approx(4 * p.work.n_params / (0.8 * 450e9))
@@ -362,7 +362,7 @@ def test_a_pipeline_waits(layers, of_blocks):
     busy = p.seconds["computation"] + p.seconds["traffic of tp, cp, ep, pp and Muon"]
     assert p.seconds["bubble of the pipeline"] == pytest.approx(busy / 8)
     head = 6 * 512 * 64 * 32
-    work = (p.work.flops_per_sample - head) * of_blocks + head
+    work = (32 * p.work.flops_per_token - head) * of_blocks + head
     assert p.seconds["computation"] == pytest.approx(work * 8 * 2 / (0.5 * 494.7e12))
 
 

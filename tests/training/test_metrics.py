@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def open_metrics(folder, step=0, tokens=0, peak=1e9):
     cfg = Config(out_dir=str(folder), max_iters=20, block_size=16, pos="rope")
-    return Metrics(cfg, SimpleNamespace(flops_per_sample=16_000, peak_flops=peak), CPU, step, tokens)
+    return Metrics(cfg, SimpleNamespace(flops_per_token=1000.0, peak_flops=peak), CPU, step, tokens)
 
 
 def loss_at(step):
