@@ -11,7 +11,6 @@ The time inside paused() is not part of any step. Print through say(), so that t
 """
 
 import json
-import math
 import os
 import shlex
 import signal
@@ -301,7 +300,7 @@ class Metrics(Silent):
 
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits. JSON has no nan and inf; they become null.
-        figures = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in figures.items()}
+        figures = json.loads(json.dumps(figures), parse_constant=lambda word: None)
         with writing(self.path):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()

@@ -38,14 +38,13 @@ CUTS = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel
 
 
 class Trace(TorchDispatchMode):
-    """Counts, `ratio` times each, bytes of a block's new tensors: live, their peak, kept after the forward, and sent by
-    group of ranks. A tensor is new if no argument of the operation that returns it has its storage. Casts of weights,
-    which autocast makes once per forward, do not count."""
+    """Counts bytes of a block's new tensors: live, their peak, kept after the forward, and sent by group of ranks. A
+    tensor is new if no argument of the operation that returns it has its storage. Casts of weights, which autocast
+    makes once per forward, do not count."""
 
-    def __init__(self, block: Block, ratio: float):
+    def __init__(self, block: Block):
         super().__init__()
         self.live = self.peak = self.kept = 0
-        self.ratio = ratio
         self.sent = Counter()
         self.weights = storages([*block.parameters()])
 
@@ -55,7 +54,7 @@ class Trace(TorchDispatchMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         if "c10d" in namespace:
-            n = self.ratio * max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            n = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             if name == "allreduce_":
                 n *= 2
             boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
@@ -69,7 +68,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def allocate(self, n: int):
-        self.live += self.ratio * n
+        self.live += n
         self.peak = max(self.peak, self.live)
 
 
@@ -80,7 +79,7 @@ def storages(tree) -> set[torch.UntypedStorage]:
 
 class Rank:
     """The rank that has most to do in a run on `size` devices of this kind. It needs no other rank. measure() completes
-    its traffic and memory, and makes torch import sympy and dynamo, which takes two seconds."""
+    its traffic and memory, in bytes by kind, and makes torch import sympy and dynamo, which takes two seconds."""
 
     def __init__(self, cfg, size: int, device: torch.device = GPU):
         self.cfg = cfg = copy.copy(cfg)
@@ -108,7 +107,6 @@ class Rank:
         width = 4 if cfg.fp32_residual else self.size
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
         self.n_layer = len(stages.layers(cfg.n_layer, 0, cfg.pp))
-        self.memory = {}  # bytes by kind; total has those at the worst moment
         self.model = skeleton(cfg)
         self.count_weights()
         vocab = cfg.vocab_rows // cfg.tp
@@ -129,10 +127,11 @@ class Rank:
             if not name.startswith(elsewhere):
                 self.count_weight(name, p, trained_by.get(p, optimizer.rest))
         self.parameters = 4 * self.held.total()
-        self.state = sum(state_bytes(kind, held) for kind, held in self.held.items())
+        state = sum(state_bytes(kind, held) for kind, held in self.held.items())
         if self.cfg.ema_decay:
-            self.state += self.parameters
-        self.states = 2 * self.parameters + self.state  # with gradients
+            state += self.parameters
+        self.memory = {"parameters": self.parameters, "gradients": self.parameters, "optimizer state": state}
+        self.states = sum(self.memory.values())
 
     def count_weight(self, name: str, p: Tensor, optimizer: type):
         """Count a weight, and what ranks send of it and of its gradient."""
@@ -188,16 +187,16 @@ class Rank:
         traces = self.traces[: -cfg.n_layer] + self.traces[-self.n_layer :]  # those of the encoder are first
         for trace in traces:
             for kind, n in trace.sent.items():
-                self.send(kind, n * self.micro_steps)
+                self.send(kind, self.ratio * n * self.micro_steps)
         # there and back: the embeddings, what the decoder reads of the encoder, and the loss
         self.send("tp", 4 * self.micro_steps * cfg.tp * sum(self.streams))
         self.send("muon", self.size * (self.held[Muon] + self.owned))
         if cfg.pp > 1:  # as a rank in the middle
             self.traffic["pp"] = 2 * self.micro_steps * self.streams[0]
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
-        kept += sum(trace.kept for trace in traces)
+        kept += self.ratio * sum(trace.kept for trace in traces)
         in_flight = min(cfg.pp, self.micro_steps)  # of the first rank
-        self.take_memory(kept * in_flight, max(trace.peak - trace.kept for trace in traces))
+        self.take_memory(kept * in_flight, self.ratio * max(trace.peak - trace.kept for trace in traces))
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:
@@ -228,15 +227,15 @@ class Rank:
 
     def run_blocks(self):
         """Set the traces of the blocks of the encoder, if there is one, then of the model. Documents are left out, as
-        attention to them takes as much. Long texts are taken to cost as much as several shorter ones."""
+        attention to them takes as much. Long texts are taken to cost `ratio` times as much as shorter ones."""
         cfg, model = self.cfg, self.model
         self.traces = []
         self.known = {}
-        self.shorter = self.lengths
-        if self.lengths[0] > LONG:
+        T, S = self.lengths
+        if T > LONG:
             unit = 4 * cfg.cp * cfg.tp
-            self.shorter = [-(-n * LONG // (self.lengths[0] * unit)) * unit for n in self.lengths]
-        T, S = self.shorter
+            T, S = [-(-n * LONG // (T * unit)) * unit for n in self.lengths]
+        self.ratio = self.lengths[0] / T
         model.to_empty(device="cpu")
         model.tie()
         model.loss = lambda x, targets: x
@@ -254,7 +253,7 @@ class Rank:
                 if self.fsdp and p not in wide:  # which FSDP gathers in the dtype
                     p.data = p.to(self.dtype)
                 p.grad = torch.empty_like(p)
-            with torch.enable_grad(), Trace(block, self.lengths[0] / self.shorter[0]) as trace:
+            with torch.enable_grad(), Trace(block) as trace:
                 y = forward(x.detach().requires_grad_(), inputs)
                 trace.kept = trace.live
                 y.backward(torch.ones_like(y))
@@ -275,7 +274,6 @@ class Rank:
         head = self.cfg.vocab_rows // self.cfg.tp * self.cfg.n_embd
         loss = 3 * self.cfg.tp * self.streams[0] + head * (4 + cast) + self.logits * of_logit
         update = (4 + 2 * self.size) * self.held[Muon] + self.size * self.owned + 16 * min(self.owned, Muon.LARGEST)
-        self.memory = {"parameters": self.parameters, "gradients": self.parameters, "optimizer state": self.state}
         self.memory |= self.copies()
         self.memory["activations"] = activations
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer

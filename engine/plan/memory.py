@@ -45,7 +45,7 @@ def need_of(rank: Rank, kind: str, training: bool) -> dict[str, float]:
     cfg = rank.cfg
     states = rank.parameters
     activations = rank.streams[0] // cfg.pp + rank.size * rank.logits
-    if rank.memory:
+    if "activations" in rank.memory:
         kept = rank.memory["activations"] + rank.memory["logits and loss"]
         activations = kept / (3 if cfg.compile else 1.5)  # what is rounded up, and what compilation may save
     if training:
