@@ -1,6 +1,5 @@
 """Pipeline parallelism: each rank has a stage of the blocks, and micro-batches pass through the stages (1F1B).
 
-    check(cfg, n_micro)                                          # before the process group exists
     keep_stage(model, rank, n_ranks)                             # before compilation, sharding and moves to a device
     pipeline = Pipeline(model, cfg, ranks)
     loss = pipeline.backward(batches)                            # once per step: p.grad of the mean loss
@@ -10,7 +9,6 @@ Every rank of a pipeline reads the same batches, and is idle for (n_ranks - 1) /
 first stage also has the embedding, and the last stage the head.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -22,25 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
+from engine.parallel.ranks import Ranks
 from engine.parallel.stages import layers
 from model import Model, Shared, stream_dtype
-
-
-def check(cfg, n_micro: int):
-    """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
-    ranks."""
-    n = cfg.pp
-    if cfg.objective == "seq2seq":
-        raise ValueError(f"pp={n} cuts one stack of blocks, and objective=seq2seq has two; use tp")
-    if cfg.value_residual:
-        raise ValueError(f"pp={n} hands on only the stream, and value_residual=True hands on values; set pp=1")
-    if cfg.n_layer < n:
-        raise ValueError(f"pp={n} stages need a block each, and n_layer={cfg.n_layer}; set pp lower")
-    if n_micro < n:
-        accumulation = cfg.gradient_accumulation_steps
-        fact = f"gradient_accumulation_steps={accumulation} leaves {n_micro} to each pipeline"
-        remedy = f"set it to {accumulation * n // math.gcd(n_micro, n)}"
-        raise ValueError(f"pp={n} needs at least {n} micro-batches per step; {fact}; {remedy}")
 
 
 def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
@@ -116,9 +98,9 @@ def reduce_in_backward(on: bool, model: nn.Module):
 
 class Pipeline:
     """This rank's stage of a pipeline, with the schedule of its micro-batches. The model is what keep_stage leaves; it
-    may be sharded by fully_shard. ranks is engine.parallel.ranks.Ranks."""
+    may be sharded by fully_shard."""
 
-    def __init__(self, model: Model, cfg, ranks):
+    def __init__(self, model: Model, cfg, ranks: Ranks):
         self.model = model
         self.group = ranks.mesh["pp"].get_group()
         self.device = ranks.device

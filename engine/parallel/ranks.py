@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
-from engine.parallel import context, expert, tensor
+from engine.parallel import context, expert, stages, tensor
 from engine.parallel.connection import connect, environment
 
 
@@ -105,9 +105,7 @@ def check_layout(cfg, size: int):
     if cfg.ep > 1:
         expert.check(cfg, data // replicas(cfg))
     if cfg.pp > 1:
-        from engine.parallel import pipeline
-
-        pipeline.check(cfg, micro_batches // data)
+        stages.check(cfg, micro_batches // data)
 
 
 def data_ranks(cfg, size: int) -> int:
