@@ -72,102 +72,8 @@ def wsd(step: int, end: int, cfg) -> float:
 SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
 
-class Muon:
-    """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-
-        b = mu b + (1 - mu) g
-        U S V^T = (1 - mu) g + mu b
-        W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
-
-    A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
-    singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (groups,
-    sizes) of model.Linear's `fused`. With owners, ranks share the weights: each rank has the momentum of its part, and
-    only a weight's owner orthogonalises its update. dtype is that of the run's matrix products, see `iteration_dtype`.
-    """
-
-    LARGEST = 2**27  # numbers that are orthogonalised at once
-
-    def __init__(
-        self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float,
-        owners: Owners | None = None, dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
-        self.owners = owners
-        self.dtype = dtype
-        self.fused = weights
-        self.param_groups = [{"params": [*weights], "lr": lr, "momentum": momentum, "weight_decay": weight_decay}]
-        self.state = {p: self.new_state(p) for p in weights}
-
-    @staticmethod
-    def new_state(p: Tensor) -> dict[str, Tensor]:
-        return {"momentum": torch.zeros_like(p)}
-
-    @torch.no_grad()
-    def step(self):
-        [group] = self.param_groups
-        params = [p for p in group["params"] if p.grad is not None]
-        weights = [local(p) for p in params]
-        grads = [local(p.grad) for p in params]
-        momentum = [local(self.state[p]["momentum"]) for p in params]
-        torch._foreach_lerp_(momentum, grads, 1 - group["momentum"])
-        updates = torch._foreach_mul(grads, 1 - group["momentum"])
-        torch._foreach_add_(updates, momentum, alpha=group["momentum"])
-        by_weight = dict(zip(params, updates, strict=True))
-        if self.owners is None:
-            self.orthogonalize_all(by_weight)
-        else:
-            self.owners.on_full(by_weight, self.orthogonalize_all)
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, updates, alpha=-group["lr"])
-
-    def orthogonalize_all(self, updates: dict[nn.Parameter, Tensor]):
-        """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
-        same_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        for p, update in updates.items():
-            for piece, shape in logical_matrices(update, self.fused[p]):
-                same_shape[shape].append(piece)
-        for (rows, columns), pieces in same_shape.items():
-            at_once = max(1, self.LARGEST // (rows * columns))
-            for start in range(0, len(pieces), at_once):
-                some = pieces[start : start + at_once]
-                batch = orthogonalize(torch.stack([piece.reshape(rows, columns) for piece in some]), self.dtype)
-                batch = batch * max(1, rows / columns) ** 0.5
-                for piece, matrix in zip(some, batch, strict=True):
-                    piece.copy_(matrix.view_as(piece))
-
-
-def logical_matrices(x: Tensor, fused: Fused | None) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """The logical matrices of a weight, or of its update, as views whose groups are apart, and their shapes."""
-    groups, sizes = fused or (1, (x.size(-2),))
-    for matrix in x.reshape(-1, *x.shape[-2:]):  # experts have a matrix each
-        for piece in matrix.unflatten(0, (groups, sum(sizes))).split(sizes, 1):
-            yield piece, (groups * piece.size(1), piece.size(2))
-
-
-def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns). A
-    Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=wide) + 1e-7)
-    x = x.to(iteration_dtype(dtype))
-    tall = x.size(-2) > x.size(-1)
-    if tall:  # the Gram matrix is the smaller one
-        x = x.mT
-    for _ in range(5):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on singular values s
-    if tall:
-        x = x.mT
-    return x
-
-
-def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of Newton-Schulz: that of the run's matrix products, but bfloat16 where they are in float16."""
-    return torch.bfloat16 if dtype == torch.float16 else dtype
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The optimizer of a run
+# Optimizers
 
 
 class Elementwise:
@@ -178,7 +84,7 @@ class Elementwise:
     for each name of the state. group holds lr, betas and weight_decay.
     """
 
-    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, ...]):
         self.param_groups = [group | {"lr": lr, "betas": betas} for group in groups]
         self.state = {p: self.new_state(p) for group in groups for p in group["params"]}
 
@@ -237,6 +143,95 @@ class Average(Elementwise):
         torch._foreach_lerp_(average, weights, 1 - group["decay"])
 
 
+class Muon(Elementwise):
+    """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+
+        b = mu b + (1 - mu) g
+        U S V^T = (1 - mu) g + mu b
+        W = (1 - lr decay) W - lr sqrt(max(1, rows / columns)) U V^T
+
+    A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
+    singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (groups,
+    sizes) of model.Linear's `fused`. With owners, ranks share the weights: each rank has the momentum of its part, and
+    only a weight's owner orthogonalises its update, which is not elementwise. For dtype, see `iteration_dtype`.
+    """
+
+    LARGEST = 2**27  # numbers that are orthogonalised at once
+
+    def __init__(
+        self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float,
+        owners: Owners | None = None, dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
+        super().__init__([{"params": [*weights], "weight_decay": weight_decay}], lr, (momentum,))
+        self.owners = owners
+        self.dtype = dtype
+        self.fused = weights
+
+    @staticmethod
+    def new_state(p: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(p)}
+
+    def update(self, group: dict, weights: list[Tensor], grads: list[Tensor], momentum: list[Tensor]):
+        [mu] = group["betas"]
+        torch._foreach_lerp_(momentum, grads, 1 - mu)
+        updates = torch._foreach_mul(grads, 1 - mu)
+        torch._foreach_add_(updates, momentum, alpha=mu)
+        params = [p for p in group["params"] if p.grad is not None]
+        by_weight = dict(zip(params, updates, strict=True))
+        if self.owners is None:
+            self.orthogonalize_all(by_weight)
+        else:
+            self.owners.on_full(by_weight, self.orthogonalize_all)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])
+
+    def orthogonalize_all(self, updates: dict[nn.Parameter, Tensor]):
+        """Replace each logical matrix U S V^T of the updates by sqrt(max(1, rows/columns)) U V^T, a batch per shape."""
+        same_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for p, update in updates.items():
+            for piece, shape in logical_matrices(update, self.fused[p]):
+                same_shape[shape].append(piece)
+        for (rows, columns), pieces in same_shape.items():
+            at_once = max(1, self.LARGEST // (rows * columns))
+            for start in range(0, len(pieces), at_once):
+                some = pieces[start : start + at_once]
+                batch = orthogonalize(torch.stack([piece.reshape(rows, columns) for piece in some]), self.dtype)
+                batch = batch * max(1, rows / columns) ** 0.5
+                for piece, matrix in zip(some, batch, strict=True):
+                    piece.copy_(matrix.view_as(piece))
+
+
+def logical_matrices(x: Tensor, fused: Fused | None) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """The logical matrices of a weight, or of its update, as views whose groups are apart, and their shapes."""
+    groups, sizes = fused or (1, (x.size(-2),))
+    for matrix in x.reshape(-1, *x.shape[-2:]):  # experts have a matrix each
+        for piece in matrix.unflatten(0, (groups, sum(sizes))).split(sizes, 1):
+            yield piece, (groups * piece.size(1), piece.size(2))
+
+
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """U V^T of x = U S V^T, with singular values of about 0.7 to 1.2 instead of 1; x (N, rows, columns). A
+    Newton-Schulz iteration with Jordan's quintic polynomial, which is as steep at 0 as these bounds allow."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True, dtype=wide) + 1e-7)
+    x = x.to(iteration_dtype(dtype))
+    tall = x.size(-2) > x.size(-1)
+    if tall:  # the Gram matrix is the smaller one
+        x = x.mT
+    for _ in range(5):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # 3.4445 s - 4.7750 s^3 + 2.0315 s^5 on singular values s
+    if tall:
+        x = x.mT
+    return x
+
+
+def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of Newton-Schulz: that of the run's matrix products, but bfloat16 where they are in float16."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
 class Parts(NamedTuple):
     """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
@@ -248,7 +243,7 @@ OPTIMIZER = {"adamw": Parts(AdamW), "muon": Parts(AdamW, muon=True)}
 
 
 @cache
-def state_bytes(optimizer: type[Elementwise | Muon], numbers: int) -> int:
+def state_bytes(optimizer: type[Elementwise], numbers: int) -> int:
     """Bytes of the optimizer's state of a parameter of so many float32 numbers: scalars, and tensors of its shape."""
     state = optimizer.new_state(torch.zeros(1, device="cpu")).values()  # meta tensors would import sympy: a second
     return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
@@ -258,7 +253,7 @@ class Optimizer:
     """The optimizer of a run. parts maps each of its optimizers to its peak learning rate, relative to
     cfg.learning_rate; None leaves it as it is. All state exists from the start, so a checkpoint is loaded in place."""
 
-    def __init__(self, parts: dict[Elementwise | Muon, float]):
+    def __init__(self, parts: dict[Elementwise, float]):
         self.parts = parts
         self.param_groups: list[dict] = []  # in which a gradient scaler divides the gradients; loads are not scaled
         for part, ratio in parts.items():
