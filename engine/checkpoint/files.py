@@ -208,7 +208,7 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best:
     # If the user has gone back to an earlier checkpoint, there are later steps. They stay.
     steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
     pointed = [named_by(out_dir / "latest"), named_by(out_dir / "best")]
-    for path in steps[: max(0, len(steps) - keep_last)]:
+    for path in steps[:-keep_last]:
         if path.name not in pointed:
             _remove(path)
 

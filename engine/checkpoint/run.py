@@ -145,8 +145,8 @@ def replace_flags(out_dir: Path, step: int):
 def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
     """What state.json has of the data after so many samples."""
     return {
-        "since": loader.since, "read": loader.read(samples).tolist(), "val": [*val.hashes],
-        "weights": [weight for *_, weight in loader.stream.sources], "hashes": [*loader.stream.hashes],
+        "since": loader.since, "read": loader.read(samples).tolist(), "val": val.hashes,
+        "weights": [weight for *_, weight in loader.stream.sources], "hashes": loader.stream.hashes,
     }  # fmt: skip
 
 

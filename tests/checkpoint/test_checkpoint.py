@@ -142,7 +142,7 @@ def test_pointers_and_pruning(tmp_path):
     assert steps(55, keep_last=1) == [50, 55, 60]  # rewound to 50: 60 stays until it is written again
     assert checkpoint.find(tmp_path).name == step_name(55)
     assert checkpoint.find(tmp_path, "best").name == step_name(50)
-    assert steps(60, keep_last=0) == [50, 60]
+    assert steps(60, keep_last=1) == [50, 60]
     assert checkpoint.find(tmp_path / step_name(50)) == tmp_path / step_name(50)
     assert names(tmp_path) == ["best", "latest", step_name(50), step_name(60)]
     assert steps(70, keep_last=9) == [50, 60, 70]
