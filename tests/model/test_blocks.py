@@ -181,9 +181,6 @@ def test_without_norms_one_stays(block, off):
         assert torch.allclose(x, expected, atol=1e-12)
 
 
-# ---- cross-attention
-
-
 @pytest.mark.parametrize("flags", [
     {"pos": "none", "n_kv_head": 4},
     {"pos": "rope", "n_kv_head": 2, "qk_norm": True, "bias": True},

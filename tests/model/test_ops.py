@@ -109,12 +109,9 @@ KERNEL = [
     ("flash", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
     ("full", PLAIN, CUDA, {"slots": True, "causal": False}),
     ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
-    ("strips", PAST, CPU, {"slots": True}),
     ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
     ("strips", PAST, CPU, {"window": 100}),
-    ("strips", PLAIN, CPU, {"window": 100, "slots": True}),
     ("strips", PAST, ("cuda", "bfloat16", 12), {}),
-    ("naive", PLAIN, CPU, {"softcap": 2.0}),
     ("naive", PAST, CPU, {"causal": False, "slots": True, "softcap": 2.0}),
 ]
 

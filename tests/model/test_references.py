@@ -126,9 +126,6 @@ def blocks(layers, weights_of) -> dict[str, Tensor]:
     return weights
 
 
-# ---- what is visible
-
-
 def padding(length: int) -> Tensor:
     """(2, length), True at the last four tokens of the second row. Of a window full of padding, references make NaN."""
     return torch.arange(length) >= torch.tensor([[length], [length + 1 - WINDOW]])
