@@ -56,6 +56,7 @@ def test_a_string_names_the_readers_of_each_sum(layer, flags, expected):
     ("c.tanh", {}, ".tanh is no switch; known are heads, stream,"),
     ("c.relu.gelu", {}, "'c.relu.gelu' makes one choice twice"),
     ("p", {}, "layer=p with n_layer=2: a layer has no c"),
+    ("m,c", {}, "set objective=seq2seq"),
     ("p;c", {"n_layer": 1}, "more strings than layers"),
     ("p;c", {"objective": "seq2seq", "n_encoder_layer": 1}, "a layer has no c"),
     ("2c", {}, "attn takes 2 of 4 heads"),
