@@ -1,26 +1,32 @@
-"""Every command of README.md, docs/ and the Makefile can be typed: its program is there and takes its flags.
+"""What README.md and docs/ name exists: tests, files, flags and links. Every command there, in the Makefile and in what
+programs say of themselves can be typed: its program is there and takes its flags.
 
 Nothing is trained or read but config files. A flag whose value is a variable of the shell, as in --layer=$s, counts as
 given with its default.
 """
 
 import ast
+import itertools
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from helpers import ROOT
+from test_imports import FILES
 
 from configurator import Config, parse, parse_positional, read_flags
 from data.command import Parser
 from data.errors import require
 from engine.interchange.__main__ import ExportConfig
+from engine.parallel import ranks as parallel
 from evaluate import EvaluateConfig
 from sample import SampleConfig
 from tools import bench
@@ -29,10 +35,13 @@ from tools.compare.trainings import CompareConfig
 from tools.curves import PlotConfig
 from tools.lens import LensConfig
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "Makefile"]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]*)\)")
 INLINE = re.compile(r"`((?:python|torchrun|sbatch|make) [^`]*)`")
 FENCED = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OF_SHELL = re.compile(r"[;&|<>()]+|do")  # it ends a command
+OTHERS = re.compile(r"[.]{3}|config/[a-z][.]py|.*[$].*", re.DOTALL)  # words for what a user has
 
 
 def code_of(page: Path) -> Iterator[str]:
@@ -41,6 +50,10 @@ def code_of(page: Path) -> Iterator[str]:
     blocks = FENCED.findall(text)
     if page.name == "Makefile":
         blocks = [text.replace("$(BIN)/", "")]
+    elif page.suffix == ".py":
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        printed = re.findall(r'"\s*(python -m [^"{]+)', text)
+        blocks = [docstring.replace("\n    ", "\n"), *printed]
     for block in blocks:
         waiting = ""
         for line in block.splitlines():
@@ -76,12 +89,12 @@ def commands_of(code: str) -> Iterator[list[str]]:
 
 
 def known(cls: type, words: list[str]) -> list[str]:
-    """The words without those that hold a variable of the shell, whose flags must exist."""
+    """The words that are not for what a user has; the flag of a variable of the shell must exist."""
     for word in words:
         name = word.removeprefix("--").partition("=")[0]
         if "$" in word and "$" not in name and name not in cls.__dataclass_fields__:
             raise ValueError(f"{word}: no such flag")
-    return [word for word in words if "$" not in word and word != "..."]
+    return [word for word in words if not OTHERS.fullmatch(word)]
 
 
 def check_train(words: list[str]):
@@ -110,7 +123,7 @@ def check_flags(cls: type, words: list[str]):
 
 
 def check_export(words: list[str]):
-    (first, _, _), _ = parse_positional(ExportConfig, words)
+    (first, _, _), _ = parse_positional(ExportConfig, [word.strip("[]") for word in words])
     require(first == "export", f"{first} is no command of engine.interchange")
 
 
@@ -183,48 +196,96 @@ def check(command: list[str]) -> str | None:
     return check_program(*words)
 
 
-def problems(page: Path) -> tuple[list[str], list[str]]:
-    """(programs that its commands start, an error for each command that cannot be typed)."""
-    programs, errors = [], []
-    for code in code_of(page):
-        try:
-            programs += map(check, commands_of(code))
-        except (ValueError, OSError, SyntaxError) as error:
-            errors.append(f"{page.name}: {code}: {error}")
-    return [program for program in programs if program], errors
-
-
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", sys.path[:])  # each prepare.py adds to it
 
 
-def test_every_command_of_the_pages_can_be_typed():
+def test_every_command_can_be_typed():
     found, errors = [], []
-    for page in PAGES:
-        programs, wrong = problems(page)
-        found += programs
-        errors += wrong
+    for page in [*PAGES, ROOT / "Makefile", *FILES]:
+        for code in code_of(page):
+            try:
+                found += filter(None, map(check, commands_of(code)))
+            except (ValueError, OSError, SyntaxError) as error:
+                errors.append(f"{page.name}: {code}: {error}")
     assert not errors, "\n".join(errors)
     assert CHECK.keys() | {"make", "pytest", "-c", "data/text/prepare.py"} <= set(found) and len(found) > 100
 
 
-@pytest.mark.parametrize("code, said", [
-    ("python train.py \\\n    --n_layr=3", "n_layr=3"),
-    ("torchrun --standalone train.py config/train_pycode.py --rope_scaling=linear:2 --pos=none", "rope_scaling"),
-    ("torchrun --nproc_per_node=2 trian.py", "trian.py"),
-    ("for s in c p; do python train.py --layr=$s; done", "--layr=$s"),
-    ("OMP_NUM_THREADS=1 python sample.py --out_dir=out/x --temprature=0", "temprature"),
-    ("runs+=('--run=config/train_pycode.py --block=y')", "block=y"),
-    ("python -m tools.bench --run=--n_layr=3", "n_layr=3"),
-    ("python data/text/prepare.py --tokeniser=gpt2", "--tokeniser"),
-    ("python -m tool.plot out/x", "tool.plot"),
-    ("make trian", "trian"),
-    ("python sample.py --start='To be", "quotation mark"),
-])  # fmt: skip
-def test_a_command_that_cannot_be_typed_is_named(code, said, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"# A page\n\n```\npython train.py --n_layer=3\n{code}\n```\n\nType `make test`.\n")
-    programs, (error,) = problems(page)
-    assert programs == ["train.py", "make"] and said in error
+# ---- What the pages name
+
+
+def test_tests_exist():
+    named = set()
+    for page in PAGES:
+        named |= set(re.findall(r"\b(test_\w+)\b(?:\.py)?(?:::(\w+))?", page.read_text(encoding="utf-8")))
+    assert len(named) > 30
+    for file, test in named:
+        (path,) = (ROOT / "tests").rglob(f"{file}.py")
+        text = path.read_text(encoding="utf-8")
+        assert not test or f"\ndef {test}(" in text, f"{file}::{test}"
+
+
+def test_files_of_the_map_exist():
+    """The README's table of what is where names every program, module at the top and package, and none that is not."""
+    table = README.read_text(encoding="utf-8").partition("## What is where")[2].split("```")[1]
+    named = set(re.findall(r"\b(\w+)\.py\b", table))
+    assert named == {path.stem for path in ROOT.glob("*.py")}
+    packages = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("[a-z]*/**/__init__.py")}
+    assert packages <= set(re.findall(r"([\w/]+)/ ", table))
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, spelled as GitHub does; lines of code that begin with # are none."""
+    lines = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_headings_exist(page):
+    """Those that links lead to, and files in a folder of the project that the text or a command names."""
+    text = page.read_text(encoding="utf-8")
+    for file in re.findall(r"(?<![\w/.])((?:config|data|docs|engine|tests|tools)/[\w/]+[.](?:py|sbatch|json))\b", text):
+        assert (ROOT / file).is_file(), file
+    links = LINK.findall(text)
+    assert page != README or {f"docs/{each.name}" for each in PAGES[1:]} <= {link.partition("#")[0] for link in links}
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert ROOT.resolve() in target.parents and target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def test_the_flags_that_do_not_combine_are_those_of_the_table():
+    """Pairs of two flags of a layout, or of one and one of the model: docs/scaling.md has a table of those refused."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").partition("| does not combine with |")[2]
+    rows = [re.findall(r"`(--\w+=[\w.]+)`", line) for line in page.partition("\n\n")[0].splitlines()[2:]]
+    listed = {frozenset((flag, other)) for flag, *others in rows for other in others}
+    of_fsdp = ["--fsdp_reshard=False", "--dp_replicate=2"]
+    layout = ["--parallel=fsdp", *of_fsdp, "--tp=2", "--cp=2", "--pp=2", "--ep=2"]
+    layout += ["--activation_checkpoint=selective", "--activation_checkpoint=full"]
+    model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")
+             for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
+    model += ["--dropout=0.1", "--doc_mask=True", "--n_group=2", "--bias=True", "--qk_norm=True", "--window=64"]
+    model += ["--value_residual=True", "--n_expert=4"]
+    experts = ["--layer=c+p+e", "--n_expert=4"]
+    needs = dict.fromkeys(of_fsdp, ["--parallel=fsdp"])
+    needs |= {"--block=superblock": experts, "--n_group=2": ["--block=superblock", *experts], "--ep=2": experts[1:]}
+    needs |= {"--attention=gqa": ["--n_kv_head=6"], "--objective=seq2seq": ["--span_length=4"]}
+    defaults = parse(Config, ["--gradient_accumulation_steps=8", "--vocab_size=256", "--n_layer=2"])
+    refused = set()
+    for pair in itertools.chain(itertools.combinations(layout, 2), itertools.product(layout, model)):
+        given = [*pair, *(flag for one in pair for flag in needs.get(one, []))]
+        flags = read_flags(Config, given)
+        if len(flags) < len({*given}) or pair == ("--tp=2", "--attention=mqa"):  # mqa has one head of keys
+            continue
+        cfg = copy(defaults)
+        vars(cfg).update({name: flag.value for name, flag in flags.items()})
+        try:
+            parallel.check_layout(cfg, 4)
+        except ValueError as error:
+            refused.add(frozenset(pair))
+            assert all(flag[2:].partition("=")[0] in str(error) for flag in pair), error
+    assert refused == listed
