@@ -1,7 +1,4 @@
-"""Flags: config files against plain Python, the record of a run read back equal, and one clear line per mistake.
-
-The references are Python itself (exec of the same file, ast.literal_eval), the dataclass's own fields, and round trips.
-"""
+"""Flags: config files against plain Python, the record of a run read back equal, and one clear line per mistake."""
 
 import os
 import re
@@ -10,15 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_ignored import has_effect
 
 import configurator
-from configurator import Config, dump, parse, parse_positional, read_flags, resolve
+from configurator import Config, dump, parse, read_flags, resolve
 from data.errors import user_errors
 from flags import documented, fact
-from model import Model
 
 
 @dataclass
@@ -107,13 +103,6 @@ def test_arithmetic_equals_python(tmp_path, text):
 def test_values_on_the_command_line(argument, name, value):
     got = getattr(parse(Sampling, [argument]), name)
     assert got == value and type(got) is type(value)
-
-
-def test_positional_arguments():
-    words, flags = parse_positional(Sampling, ["show", "--num_samples=3", "a=b"])
-    assert words == ["show", "a=b"] and flags.num_samples == 3
-    with pytest.raises(ValueError, match="s3://a: an address"):
-        parse_positional(Sampling, ["show", "s3://a"])
 
 
 NANOGPT = """
@@ -250,26 +239,16 @@ def test_tables_name_flags_and_say_when_they_are_used():
         assert set(targets) <= names
 
 
-@pytest.mark.parametrize("flag,flags", [
-    ("layer=c,m,p", {"block": "superblock", "objective": "seq2seq"}),
-    ("mlp_ratio=2.0", {"block": "superblock", "layer": "c.own_slots"}),
-    ("rope_theta=50.0", {"pos": "rope", "pos_pattern": "LG"}),
-    ("norm_eps=0.1", {"norm": "none", "last_norm": "rmsnorm"}),
-    ("norm_eps=0.1", {"norm": "none", "block": "simplified"}),
-    ("norm_bias=True", {"norm": "none", "block": "simplified"}),
+@pytest.mark.parametrize("flag, others", [
+    ({"layer": "c,m,p"}, {"block": "superblock", "objective": "seq2seq"}),
+    ({"mlp_ratio": 2.0}, {"block": "superblock", "layer": "c.own_slots"}),
+    ({"rope_theta": 50.0}, {"pos": "rope", "pos_pattern": "LG"}),
+    ({"norm_eps": 0.1}, {"norm": "none", "last_norm": "rmsnorm"}),
+    ({"norm_eps": 0.1}, {"norm": "none", "block": "simplified"}),
+    ({"norm_bias": True}, {"norm": "none", "block": "simplified"}),
 ], ids=str)  # fmt: skip
-def test_a_flag_that_is_used_is_accepted(flag, flags):
-    """It changes the result or the parameters of the model, and --name=value is not refused."""
-    sizes = {"vocab_size": 9, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8}
-    words, idx = [f"--{key}={x}" for key, x in (sizes | flags).items()], torch.arange(8)[None]
-    seen = []
-    for argv in (words, [*words, f"--{flag}"]):
-        model = Model(parse(Config, argv), seed=1).double()
-        for p in model.parameters():
-            p.data.mul_(10)
-        logits = model(idx, source=idx if model.encoder else None)
-        seen.append((model.n_params(), [round(x, 6) for x in logits.flatten().tolist()]))
-    assert seen[0] != seen[1]
+def test_a_flag_that_is_used_is_accepted(flag, others):
+    assert has_effect(others, others | flag)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -311,9 +290,7 @@ def test_retired_flags(tmp_path, monkeypatch):
         "--wiring=series": "wiring=series (command line): this flag was retired",
     }.items():
         assert shown in mistake([argument])
-
-
-def test_nothing_that_is_retired_is_a_flag():
+    monkeypatch.undo()
     for entry in configurator.RETIRED:
         name, chosen, value = entry.partition("=")
         flag = Config.__dataclass_fields__.get(name)
@@ -334,12 +311,7 @@ def test_help_names_every_flag(capsys, flag):
 
 def test_user_errors(capsys):
     with pytest.raises(SystemExit) as stop, user_errors():
-        raise ValueError("batch_size=0\n  must be\tpositive")
-    assert stop.value.code == 2 and capsys.readouterr() == ("", "error: batch_size=0 must be positive\n")
-    with pytest.raises(SystemExit), user_errors():
-        raise ValueError("a\x1b[31mname\x07 of é")
-    assert capsys.readouterr().err == "error: a\\x1b[31mname\\x07 of é\n"
-    for other in (KeyboardInterrupt, RuntimeError, SystemExit):
-        with pytest.raises(other) as passed, user_errors():
-            raise other("untouched")
-        assert passed.value.args == ("untouched",)
+        raise ValueError("a\x1b[31mname\x07\n  of\té")
+    assert stop.value.code == 2 and capsys.readouterr() == ("", "error: a\\x1b[31mname\\x07 of é\n")
+    with pytest.raises(RuntimeError, match="a mistake of ours"), user_errors():
+        raise RuntimeError("a mistake of ours")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, Bomb, refused
 from ranks import command, exit_codes, torchrun
+from test_imports import COMMANDS, MODULE
 
 import sample
 import train
@@ -30,13 +31,10 @@ def told(tiny_data, tmp_path, capsys):
 
 
 TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone are in tests/model/test_model.py
-    ("--pos=rope --rope_scaling=:::", ["rope_scaling=':::'", "linear:F"]),
     ("--block=superblock --layer=c.own_slots --n_slot=3 --mlp_ratio=2", ["mlp_ratio=2.0 (", "n_slot=3", "leave it"]),
     ("--block=superblock --layer=c,m,p", ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
-    ("--objective=seq2seq --layer=c,p", ["layer='c,p' (command line)", "block=superblock", "block=standard"]),
     ("--dtype=float16", ["dtype=float16", "float32"]),
     ("--backend=nccl", ["backend=nccl", "gloo"]),
-    ("--dataset=pycodee", ["pycodee", "pycode"]),
     ("--block_size=100000", ["block_size=100000"]),
     ("--vocab_size=100", ["vocab_size=100", "257"]),
     ("--objective=seq2seq --block_size=1", ["block_size=1 ", "needs 2"]),
@@ -53,6 +51,8 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--target_flops=1e19", ["target_flops=1e+19", "used only with plan=True", "leave it out"]),
     ("--plan=True --target_flops=1e19 --target_ratio=20", ["target_ratio=20.0", "target_flops=0"]),
     ("--plan=True --target_flops=1e28", ["target_flops=1e+28", "must be <1e28"]),
+    ("--plan=True --world_size=4 --pp=3", ["there are 4; ", "plan for --world_size=6, or set them to 1"]),
+    ("--plan=True --world_size=2 --parallel=fsdp --dtype=float16", ["dtype=float16 ", " parallel=fsdp"]),
     ("--batch_ramp=2147483647:9", ["batch_ramp='2147483647:9'", "8:1000"]),
     ("--out_dir=~nobody_is_called_so/x", ["out_dir='~nobody_is_called_so/x'", "must be: folder"]),
     ("--dataset=" + "x" * 5000, ["xxx ... xxx"]),
@@ -119,13 +119,6 @@ def test_ids_that_were_changed_after_the_preparation(split, told, tiny_data, tmp
     told(f"--dataset={data}", f"data {split} has token id 32767")
 
 
-def test_a_process_says_one_line(tmp_path):
-    for script in ("train.py", "sample.py", "evaluate.py"):
-        code, err = command([script, "--nope=1"], tmp_path, stdout=tmp_path / "stdout")
-        assert code == 2 and (tmp_path / "stdout").read_text() == ""
-        assert err.startswith("error: nope=1") and len(err.splitlines()) == 1
-
-
 def train_with_a_wrong_flag():
     sys.argv[1:] = ["--nope=1"]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -176,13 +169,19 @@ def test_the_exit_code_of_a_command(trained, monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1  # about the model
 
 
-def test_a_full_disk_behind_stdout_is_one_line(trained, tmp_path):
+def test_a_process_says_one_line(trained, tmp_path):
+    """About a wrong flag, or about a full disk behind stdout, with Python's buffer and without."""
     sample = ["sample.py", f"--out_dir={trained}", "--max_new_tokens=5", "--device=cpu"]
-    full = [sample, ["train.py", "--help"]]  # whose help is longer than the buffer
-    for program in (*full, ["evaluate.py", "--help"]):
-        code, err = command(program, tmp_path, stdout="/dev/full", unbuffered=program not in full)
-        assert (code, len(err.splitlines())) == (2, 1), f"{program}: {err}"
-        assert err.startswith("error: stdout: No space left on device; check"), err
+    full = "stdout: No space left on device; check"
+    for program, stdout, unbuffered, said in (
+        (["train.py", "--nope=1"], tmp_path / "stdout", False, "nope=1 (command line): no such flag"),
+        (["train.py", "--help"], "/dev/full", False, full),  # which is longer than the buffer
+        (["evaluate.py", "--help"], "/dev/full", True, full),
+        (sample, "/dev/full", False, full),
+    ):
+        code, err = command(program, tmp_path, stdout=stdout, unbuffered=unbuffered)
+        assert (code, len(err.splitlines())) == (2, 1) and err.startswith(f"error: {said}"), f"{program}: {err}"
+    assert (tmp_path / "stdout").read_text() == ""
 
 
 def test_a_file_that_a_small_disk_cannot_hold_is_named(trained, tmp_path):
@@ -196,15 +195,13 @@ def test_a_file_that_a_small_disk_cannot_hold_is_named(trained, tmp_path):
         assert "File too large" in last, last
 
 
-TOOLS = [f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if "__main__" in path.read_text()]
-SCRIPTS = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*/*.py")]) if "__main__" in path.read_text()]
-PROGRAMS = [[str(path.relative_to(ROOT))] for path in SCRIPTS]
-PROGRAMS += [["-m", name] for name in ("engine.interchange", *TOOLS)]
+STARTED_WITH_M = sorted(name for name in COMMANDS if name.startswith(("engine.", "tools.")))
+PROGRAMS = [[str(MODULE[name].relative_to(ROOT))] for name in sorted(COMMANDS.difference(STARTED_WITH_M))]
+PROGRAMS += [["-m", name] for name in STARTED_WITH_M]
 
 
 def imported(program: list[str], folder: Path, **chosen: str) -> subprocess.CompletedProcess:
-    """The program in a process that Ctrl-C reaches when it imports torch, or numpy before it. On stdout is for how long
-    torch's OpenMP would let threads spin."""
+    """The program in a process that Ctrl-C reaches as it imports torch or numpy; stdout: how long threads spin."""
     said = "import os, signal\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
     for name in ("torch", "numpy"):
         (folder / f"{name}.py").write_text(f"{said}os.kill(os.getpid(), signal.SIGINT)\n")

@@ -22,9 +22,8 @@ from engine.interchange.nanogpt import from_nanogpt
 from model import Model, ModelConfig
 
 RUNS = {
-    "plain": [],
     "causal": ["--pos=rope", "--doc_mask=True"],
-    "some": ["--pos=rope", "--eval_iters=3", "--batch_size=2", "--seed=5"],  # windows, which the seed draws
+    "some": ["--eval_iters=3", "--batch_size=2", "--seed=5"],  # windows, which the seed draws
     "masked": ["--objective=masked", "--corrupt_ratio=0.3"],
     "seq2seq": ["--objective=seq2seq", "--corrupt_ratio=0.3", "--span_length=2"],
 }
@@ -83,7 +82,7 @@ def test_a_data_set_has_the_loss_of_training(runs, figures, name):
 @pytest.mark.parametrize("split, T", [("val", 16), ("train", 16), ("val", 8)])
 def test_a_data_set_equals_a_loop_in_float64(tiny_data, figures, runs, split, T):
     """Also at a shorter context than that of the model."""
-    out = runs / "plain"
+    out = runs / "some"
     nats, targets = total_nats(model_of(out), torch.tensor(tokens_of(tiny_data, split)), rest=False, T=T)
     n_bytes = sum(t != 256 for t in targets)
     found = figures(f"--out_dir={out}", f"--split={split}", "--batch_size=5", f"--block_size={T}")
@@ -222,9 +221,6 @@ def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
     assert out.count("\n") == 1 and err == ""
     loss, bits = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) bits per byte, perplexity ", out).groups()
     assert (float(loss), float(bits)) == pytest.approx((last["val_loss"], last["val_bpb"]), abs=1e-4)
-    evaluate.main([f"--out_dir={runs / 'masked'}", "--device=cpu"])
-    out, err = capsys.readouterr()
-    assert "bits per byte" not in out and err.startswith("no bits per byte: objective=masked")
     assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
 
 
@@ -276,10 +272,3 @@ def test_a_text_needs_a_tokenizer(files, capsys, run):
     evaluate.main(flags)
     out, err = capsys.readouterr()
     assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
-
-
-def test_a_model_that_does_not_fit_into_the_memory(runs, capsys, monkeypatch):
-    monkeypatch.setattr("engine.plan.memory.process_memory", lambda ranks: 2**14)
-    out = runs / "causal"
-    fragments = [f"error: out_dir='{out}' (command line): needs at least 0.0 GiB, ", "; use a machine with more memory"]
-    refused(evaluate.main, ["--device=cpu", f"--out_dir={out}", "--batch_size=1"], capsys, fragments)

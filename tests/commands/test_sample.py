@@ -134,8 +134,7 @@ def test_greedy_text_equals_repeated_forwards(say, runs, monkeypatch, name, prom
     ("seq2seq", "the <mask> on <mask>.", [256, *range(260, 320)]),
 ])  # fmt: skip
 def test_padding_of_the_vocabulary_is_never_drawn(say, monkeypatch, name, prompt, never):
-    """The tokenizer has 257 of 320 rows, and the objective the next ones. Even if the other rows have the largest
-    logits, and in blanks end-of-text (256), the samples stay the same, at a high and at a low temperature."""
+    """Even if the rows without a token, and in blanks end-of-text (256), have the largest logits."""
     logits = Model.logits
     padding = F.one_hot(torch.tensor(never), 320).sum(0)
     flags = [f"--start={prompt}", "--num_samples=2"]
@@ -280,12 +279,9 @@ def test_seq2seq_fills_spans(say, runs, monkeypatch):
             ids.append(max(allowed, key=lambda t: logits[t]))
     second = ids.index(258)
     assert ids[-1] == 259 and 1 < second < len(ids) - 2
-    flags = ["--start=the <mask> on a <mask>.", "--max_new_tokens=40"]
+    flags = ["--start=the <mask> on a <mask>.", "--max_new_tokens=40", "--temperature=0"]
     filled = b"the " + bytes(ids[1:second]) + b" on a " + bytes(ids[second + 1 : -1]) + b".\n"
-    assert say(*flags, "--temperature=0") == filled.decode()
-    several = say(*flags, "--num_samples=3").rstrip("\n").split(sample.SEPARATOR)
-    assert len(several) == 3
-    assert all(text.startswith("the ") and " on a " in text and text.endswith(".") for text in several)
+    assert say(*flags) == filled.decode()
 
 
 def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
@@ -308,7 +304,6 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
 def files(tmp_path_factory) -> Path:
     """Files that are not prompts."""
     folder = tmp_path_factory.mktemp("prompts")
-    (folder / "empty.txt").touch()
     (folder / "latin1.txt").write_bytes(b"\xe9t\xe9")
     (folder / "nul.py").write_text("start = 'FILE:a\\0b'\n")
     os.mkfifo(folder / "fifo")

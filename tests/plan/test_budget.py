@@ -21,8 +21,7 @@ def best_parameters(fit: tuple[float, ...], flops: float, of_token: float = 6.0)
 
 @pytest.mark.parametrize("source, billions", [("2203.15556", 40), ("2404.10102", 70), ("2305.16264", 70)])
 def test_chinchilla(source, billions):
-    """For 5.76e23 FLOPs, arXiv:2203.15556 says 40 billion parameters by approach 3, and 63 to 67 by the other two, with
-    which arXiv:2404.10102 agrees."""
+    """For 5.76e23 FLOPs, arXiv:2203.15556 says 40 billion by approach 3, else 63 to 67, as arXiv:2404.10102."""
     [fit] = [fit for name, fit in budget.FITS.items() if source in name]
     assert best_parameters(fit, 5.76e23) / 1e9 == pytest.approx(billions, rel=0.04)
 
@@ -46,18 +45,14 @@ def test_the_best_size_of_all_depths():
         assert abs(math.log(read / expected)) < 3 / n_layer + 0.05
 
 
-@pytest.mark.parametrize(
-    "flags, n_layer, expected",
-    [
-        ({"attention": "gqa", "n_head": 8, "n_kv_head": 2}, 8, (128, 16, 4)),
-        ({"attention": "gqa", "n_head": 8, "n_kv_head": 2}, 5, (64, 8, 2)),
-        ({"attention": "mqa", "n_kv_head": 1}, 6, (96, 6, 0)),
-        ({"block": "superblock", "layer": "c.relu/2+c/2,p"}, 5, (64, 4, 0)),
-        ({"block": "superblock", "layer": "c/4,p;p"}, 2, (64, 4, 0)),
-        ({"head_dim": 32, "n_kv_head": 4}, 1, (16, 1, 0)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags, n_layer, expected", [
+    ({"attention": "gqa", "n_head": 8, "n_kv_head": 2}, 8, (128, 16, 4)),
+    ({"attention": "gqa", "n_head": 8, "n_kv_head": 2}, 5, (64, 8, 2)),
+    ({"attention": "mqa", "n_kv_head": 1}, 6, (96, 6, 0)),
+    ({"block": "superblock", "layer": "c.relu/2+c/2,p"}, 5, (64, 4, 0)),
+    ({"block": "superblock", "layer": "c/4,p;p"}, 2, (64, 4, 0)),
+    ({"head_dim": 32, "n_kv_head": 4}, 1, (16, 1, 0)),
+], ids=str)  # fmt: skip
 def test_sizes_are_in_proportion(flags, n_layer, expected):
     """Parts and groups of heads stay whole."""
     cfg = config(**flags)

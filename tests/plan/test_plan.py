@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT
+from helpers import ROOT, Operations
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,15 +92,15 @@ def as_rank(cfg: Config, rank: int = 0):
             dist.destroy_process_group()
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Operations):
     """Number of ranks of a group -> bytes that a ring would send, or with `tokens` in an all-to-all a mean rank."""
 
     def __init__(self, tokens: bool = False):
-        super().__init__()
+        super().__init__(self.count)
         self.sent, self.tokens = Counter(), tokens
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
+    def count(self, func, args, kwargs, out):
+        name = func._schema.name.partition("::")[2]
         if func.namespace == "_c10d_functional" and name == "reduce_scatter_tensor":
             self.sent[args[2]] += args[0].nbytes * (args[2] - 1) / args[2]
         elif func.namespace == "c10d":
@@ -112,7 +111,6 @@ class Collectives(TorchDispatchMode):
             else:
                 passes = 2 if name == "allreduce_" else 1
                 self.sent[n] += passes * max(t.nbytes for t in tensors) * (n - 1) / n
-        return out
 
 
 def nbytes(tensors) -> int:
@@ -139,7 +137,7 @@ def backward(rank: ShardedModel, cfg: Config):
 def test_states_and_traffic_are_those_of_training(flags):
     """Of whatever ShardedModel and the optimizers do with groups of pretended ranks, by the sizes of the groups."""
     micro_steps = max(4, flags["world_size"] // flags.get("tp", 1))
-    cfg = config(**{"gradient_accumulation_steps": micro_steps} | flags)
+    cfg = config(**{"gradient_accumulation_steps": micro_steps, "n_layer": 3} | flags)
     with as_rank(cfg) as ranks:  # the first, whose shards are no smaller than others'
         rank = ShardedModel(cfg, ranks)
         optimizer = optim.build(rank.model, cfg, rank)
@@ -220,35 +218,26 @@ def gpu_loss(monkeypatch):
     monkeypatch.setattr(ops, "cross_entropy", cross_entropy)
 
 
-def activations(p: plan.Plan) -> int:
-    copies = p.memory.get("weights cast by autocast", 0)
-    return p.memory["activations"] + copies + max(p.memory["logits and loss"], p.memory["backward of a block"])
-
-
 WIDE = {"n_layer": 3, "n_embd": 128, "block_size": 128, "batch_size": 4, "gradient_accumulation_steps": 1}
 NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size": 1, "loss_chunk": 64}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *({"block": block} for block in BLOCK),
-        {"block": "parallel", "attention": "gqa", "n_kv_head": 2},
-        {"block": "superblock", "layer": "c.own_slots"},
-        {"activation_checkpoint": "selective"},
-        {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"},
-        {"window": 32, "window_pattern": "SLL"},
-        {"attn_softcap": 20.0, "conv": 4},
-        {"doc_mask": True},
-        {"objective": "seq2seq"},
-        {"n_expert": 4},
-        {"vocab_size": 20000, "loss_chunk": 64, "logit_softcap": 30.0},
-        {"vocab_size": 20000, "loss_chunk": 64, "compile": True},
-        NARROW | {"block": "standard"},
-        NARROW | {"fp32_residual": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags", [
+    *({"block": block} for block in BLOCK),
+    {"block": "parallel", "attention": "gqa", "n_kv_head": 2},
+    {"block": "superblock", "layer": "c.own_slots"},
+    {"activation_checkpoint": "selective"},
+    {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"},
+    {"window": 32, "window_pattern": "SLL"},
+    {"attn_softcap": 20.0, "conv": 4},
+    {"doc_mask": True},
+    {"objective": "seq2seq"},
+    {"n_expert": 4},
+    {"vocab_size": 20000, "loss_chunk": 64, "logit_softcap": 30.0},
+    {"vocab_size": 20000, "loss_chunk": 64, "compile": True},
+    NARROW | {"block": "standard"},
+    NARROW | {"fp32_residual": True},
+], ids=str)  # fmt: skip
 def test_activations_are_what_training_allocates(flags, gpu_loss):
     """Within 15 %; and a run is refused only for what it takes."""
     if flags.get("dtype") == "bfloat16" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -269,23 +258,20 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
     step()  # so that there are gradients
     planned = plan.Plan(cfg)
     allocated = most_allocated(step)
-    assert activations(planned) == pytest.approx(allocated, rel=0.15)
+    kept = planned.memory["activations"] + planned.memory.get("weights cast by autocast", 0)
+    used = max(planned.memory["logits and loss"], planned.memory["backward of a block"])
+    assert kept + used == pytest.approx(allocated, rel=0.15)
     assert allocated / 20 < memory.need_of(planned, "weights", training=False)["activations"] < allocated
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"world_size": 2, "tp": 2, "gradient_accumulation_steps": 2},
-        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8, "fsdp_reshard": False},
-        {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 4, "activation_checkpoint": "full"},
-        {"world_size": 8, "parallel": "fsdp", "tp": 2, "cp": 2, "gradient_accumulation_steps": 4},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("flags", [
+    {"world_size": 2, "tp": 2, "gradient_accumulation_steps": 2},
+    {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 8, "fsdp_reshard": False},
+    {"world_size": 4, "parallel": "fsdp", "gradient_accumulation_steps": 4, "activation_checkpoint": "full"},
+    {"world_size": 8, "parallel": "fsdp", "tp": 2, "cp": 2, "gradient_accumulation_steps": 4},
+], ids=str)  # fmt: skip
 def test_the_worst_moment_of_a_rank(flags):
-    """What training allocates in the backward, beside the parameters (or 2 % less), or more: the plan counts a block
-    gathered ahead, and gradients before they are there."""
+    """The plan counts a block gathered ahead, and gradients before they are there: a backward allocates no more."""
     cfg = config(**WIDE | {"batch_size": 8} | flags)
     with as_rank(cfg) as ranks:
         rank = ShardedModel(cfg, ranks)
@@ -319,8 +305,7 @@ def test_long_texts_take_as_much_memory_as_measured(flags, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_pipeline_holds_micro_batches(ranks):
-    """The first of p ranks holds p passes of its blocks, which are a p-th of all (arXiv:2205.05198, section 4.2.3),
-    beside its embeddings."""
+    """The first of p ranks holds p passes of a p-th of the blocks (arXiv:2205.05198, 4.2.3), beside its embeddings."""
     blocks = plan.Plan(config(n_layer=ranks)).memory["activations"] - 2 * 2 * 32 * 64 * 4
     p = plan.Plan(config(n_layer=ranks, pp=ranks, world_size=ranks))
     assert blocks <= p.memory["activations"] < 1.35 * blocks
@@ -378,7 +363,7 @@ def test_bandwidth():
         assert p.bandwidth(kind) == pytest.approx(0.8 * 50e9 * cards)
 
 
-# ---- Large models, words and mistakes
+# ---- Large models and words
 
 
 def test_a_large_model_takes_seconds_and_no_memory():
@@ -407,18 +392,3 @@ def test_the_plans_of_the_docs(command, output, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     train.main(shlex.split(command)[2:])
     assert capsys.readouterr().out.strip() == output.strip()
-
-
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        ({"pp": 3, "world_size": 4}, "there are 4; .*plan for --world_size=6, or set them to 1$"),
-        ({"vocab_size": 0}, "vocab_size=0"),
-        ({"world_size": 2, "parallel": "fsdp", "dtype": "float16"}, "dtype=float16 .* parallel=fsdp"),
-    ],
-)
-def test_mistakes(flags, named):
-    with pytest.raises(ValueError, match=named) as error:
-        plan.Plan(config(**flags))
-    assert "\n" not in str(error.value)
-    assert not dist.is_initialized()
