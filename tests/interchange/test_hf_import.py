@@ -14,6 +14,8 @@ ABSENT = object()
 WINDOW = dict(sliding_window=5, use_sliding_window=True, max_window_layers=1)
 SCALED = dict(rope_type="yarn", rope_theta=50.0, factor=4.0, beta_fast=1.5, beta_slow=0.5)
 LLAMA3 = dict(rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+OLDER = dict(rope_parameters=ABSENT, rope_theta=30.0)
+OLDER_NAME = dict(rope_scaling={"type": "linear", "factor": 3.0})
 # Keys that files of these families hold, or that are another family's
 MORE = """
     rope_theta rope_scaling rope_local_base_freq rotary_pct rotary_emb_base partial_rotary_factor head_dim is_causal
@@ -35,19 +37,11 @@ EDITS = {  # keys to change at once, the beginnings of the names of models, whet
     "a pattern of Gemma 2": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma2",), True),
     "flat RoPE": (dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=30.0)), ("gemma3",), False),
     "RoPE of one kind": (dict(rope_parameters=dict(full_attention=SCALED)), ("gemma3",), True),
-    "older RoPE": (dict(rope_parameters=ABSENT, rope_theta=30.0), ("gemma", "llama", "qwen"), True),
-    "older RoPE of two kinds": (
-        dict(rope_parameters=ABSENT, rope_theta=30.0, rope_local_base_freq=9.0), ("gemma3",), True,
-    ),
-    "older scaling beside": (
-        dict(rope_scaling={"rope_type": "linear", "factor": 3.0}), ("llama", "mistral", "qwen", "gemma"), True,
-    ),
-    "older scaling of the older name": (
-        dict(rope_scaling={"type": "linear", "factor": 3.0}), ("llama", "mistral", "qwen", "gemma2"), True,
-    ),
-    "older scaling that transformers ignores": (
-        dict(rope_scaling={"type": "linear", "factor": 3.0}), ("gemma3",), False,
-    ),
+    "older RoPE": (OLDER, ("gemma", "llama", "qwen"), True),
+    "older RoPE of two kinds": (OLDER | dict(rope_local_base_freq=9.0), ("gemma3",), True),
+    "older scaling": (dict(rope_scaling={"rope_type": "linear", "factor": 3.0}), (*ROPE, "gemma3"), True),
+    "older scaling of the older name": (OLDER_NAME, ROPE, True),
+    "older scaling that transformers ignores": (OLDER_NAME, ("gemma3",), False),
     "two names": (dict(num_attention_heads=4), ("gpt2",), False),
 }  # fmt: skip
 SKIPPED = ("llama 3",)  # and variants behind a comma, so that each family has one model
