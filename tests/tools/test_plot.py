@@ -1,10 +1,11 @@
 """Pictures of plot.py: their lines compared with metrics.jsonl, their legends, bands and files."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import metrics, refused
 
 from tools import curves, plot
 
@@ -18,7 +19,7 @@ T = 64  # tokens of a step
 def make(tmp_path):
     """make("a", seed=1, ...) writes the files of a run of 45 steps, which logs every 10th; returns its folder."""
 
-    def call(name: str, end: str = "", **flags) -> str:
+    def call(name: str, **flags) -> str:
         folder, rng = tmp_path / name, np.random.default_rng(flags.get("seed", 0))
         folder.mkdir()
         rows = []
@@ -29,7 +30,7 @@ def make(tmp_path):
                 tokens, speed = (step + 1) * T, (step + 10) * T / 10
                 row = {"step": step, "kind": "train", "loss": 3 - step / 50 + rng.random(), "tokens": tokens}
                 rows.append(row | {"flops": 100 * tokens, "tokens_per_s": speed, "grad_norm": 0.5})
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "config.py").write_text("".join(f"{key} = {value!r}\n" for key, value in flags.items()))
         return str(folder)
 
@@ -50,8 +51,7 @@ def picture(monkeypatch, tmp_path):
 
 
 def rows(folder: str, name: str) -> list[dict]:
-    found = [json.loads(line) for line in open(f"{folder}/metrics.jsonl") if line.startswith("{") and line[-2] == "}"]
-    return [row for row in found if row.get(name) is not None]
+    return [row for row in metrics(Path(folder)) if row.get(name) is not None]
 
 
 def lines(figure) -> list[tuple[list[float], list[float]]]:
@@ -147,7 +147,7 @@ def test_a_damaged_row_does_not_stop_the_picture(name, make, tmp_path):
 
 
 def test_files(make, tmp_path, capsys):
-    plot.main([run := make("run"), make("other")])  # without --out, in the first run's folder
+    plot.main([run := make("run"), make("lr=1")])  # without --out, in the first run's folder
     assert capsys.readouterr().out == f"wrote {run}/plot.png\n"
     image = Image.open(f"{run}/plot.png")
     assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.width > 1000
@@ -186,6 +186,7 @@ def test_refusals(make, tmp_path, capsys):
     folder.mkdir()
     for arguments, words in (
         ([], "expected the folders"),
+        ([a, "s3://bucket/run"], "s3://bucket/run: an address; give the path"),
         ([tmp_path / "NONE"], "has no metrics.jsonl; give the out_dir"),
         ([a, "--y=nope"], "metrics.jsonl has no number nope; name one"),
         ([a, "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
