@@ -22,10 +22,8 @@ WORKERS = 2
 
 def copy(folder: Path):
     """The files that git tracks or would track."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True, text=True,
-    )  # fmt: skip
+    command = "git ls-files -z --cached --others --exclude-standard".split()
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -34,13 +34,11 @@ def tiny(**flags) -> Model:
     (dict(max_iters=100, lr_decay_iters=50), {40: 1.0, 41: 0.91, 45: 0.55}),  # of the schedule
     (dict(warmup_iters=0, max_iters=1), {0: 1.0}),
     (dict(max_iters=10), {10: 0.1}),
-    (dict(schedule="cosine"), {60: 0.55}),  # the middle of 10 .. 110
     (dict(schedule="cosine", warmup_iters=0, max_iters=1), {0: 1.0}),
     (dict(schedule="cosine", max_iters=10), {10: 0.1}),
-    (dict(schedule="constant"), {10**6: 1.0}),
 ], ids=str)  # fmt: skip
 def test_schedules_at_key_points(flags, rates):
-    """From 1e-3 to 1e-4, in units of 1e-3. The oracle's runs have all three kinds as well."""
+    """From 1e-3 to 1e-4, in units of 1e-3. The oracle's runs have the middle of a cosine, and all three kinds."""
     cfg = config(**{"schedule": "wsd"} | flags)
     assert {step: 1e3 * learning_rate(step, cfg) for step in rates} == pytest.approx(rates)
 
@@ -85,51 +83,15 @@ def test_orthogonalize(shape, dtype):
     torch.testing.assert_close(core, torch.diag_embed(core.diagonal(dim1=1, dim2=2)), atol=1e-5, rtol=0)
 
 
-def split(w: torch.Tensor, fused) -> list[torch.Tensor]:
-    """Logical matrices by index arithmetic; those of each expert by themselves."""
-    if w.dim() == 3:
-        return [matrix for expert in w for matrix in split(expert, fused)]
-    if fused is None:
-        return [w]
-    groups, sizes = fused
-    firsts = [torch.arange(groups) * sum(sizes) + sum(sizes[:n]) for n in range(len(sizes))]
-    rows = [(first[:, None] + torch.arange(size)).flatten() for first, size in zip(firsts, sizes, strict=True)]
-    return [w[index] for index in rows]
-
-
-@pytest.mark.parametrize("largest", [2**28, 1, 500])  # numbers in a batch of matrices
-@pytest.mark.parametrize("shape, fused", [
-    ((16, 24), None), ((16, 24), (2, (4, 2, 2))), ((16, 24), (1, (12, 2, 2))), ((16, 24), (4, (4,))),
-    ((3, 16, 24), (4, (2, 2))),
-])  # fmt: skip
-def test_muon_equals_separate_matrices(shape, fused, largest, monkeypatch):
-    """Three steps on a weight, fused and batched with others, against one Muon of the post per logical matrix."""
-    torch.manual_seed(1)
-    monkeypatch.setattr(Muon, "LARGEST", largest)
-    weight, other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(16, 24))
-    muon = Muon({weight: fused, other: None}, lr=0.02, momentum=0.95, weight_decay=0.1)
-    ours = [w.clone() for w in split(weight.detach(), fused)]
-    momentum = [torch.zeros_like(w) for w in ours]
-    for _ in range(3):
-        weight.grad, other.grad = torch.randn(shape), torch.randn(16, 24)
-        for w, b, g in zip(ours, momentum, split(weight.grad, fused), strict=True):
-            b.mul_(0.95).add_(0.05 * g)
-            update = oracle.newton_schulz((0.05 * g + 0.95 * b).double()).float()
-            w.mul_(1 - 0.02 * 0.1).sub_(0.02 * max(1, w.size(0) / w.size(1)) ** 0.5 * update)
-        muon.step()
-    for new, expected in zip(split(weight.detach(), fused), ours, strict=True):
-        torch.testing.assert_close(new, expected, atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_who_gets_muon(tied):
     """By their role, so not a matrix with a row per head, as it is cut by tp, and not the taps of a convolution."""
     model = tiny(attention="gqa", n_kv_head=2, attn_gate="head", conv=4, bias=True, tie_weights=tied)
     rest, muon = build(model, config(optimizer="muon")).parts
     attn, mlp = model.blocks[0].sums[0].attn, model.blocks[0].sums[1].mlp
-    fused = {attn.qkv.weight: (2, (8, 4, 4)), attn.out.weight: None, mlp.up.weight: (64, (1,)), mlp.down.weight: None}
-    assert muon.fused == fused
-    assert rest.state.keys() == {*model.parameters()} - fused.keys()
+    hidden = {layer.weight for layer in (attn.qkv, attn.out, mlp.up, mlp.down)}
+    assert muon.fused.keys() == hidden
+    assert rest.state.keys() == {*model.parameters()} - hidden
     assert sharded_dim(model, "blocks.0.sums.0.attn.gate.weight") == 0
 
 
@@ -167,25 +129,28 @@ def test_loads_are_no_gradients():
 GROUPS = {"block": "superblock", "n_group": 2}
 
 
+@pytest.mark.parametrize("largest", [2**28, 1, 1500])  # numbers in a batch: of all matrices, of one, of four experts
 @pytest.mark.parametrize("flags, where, matrices", [
     ({"attention": "gqa", "n_kv_head": 2}, "0.attn.qkv", lambda w: w.view(2, 4, 4, 16).split((2, 1, 1), dim=1)),
     ({"mlp": "swiglu"}, "1.mlp.up", lambda w: w.view(-1, 2, 16).unbind(1)),
+    ({"mlp": "swiglu", "n_expert": 3}, "1.experts.up", lambda w: w.view(3, -1, 2, 16).transpose(1, 2).flatten(0, 1)),
     (GROUPS, "0.mlp.up", lambda w: w.chunk(2)),
     (GROUPS | {"mlp": "swiglu"}, "0.mlp.up", lambda w: w.chunk(4)),
-], ids=["grouped heads", "swiglu", "groups", "swiglu in groups"])  # fmt: skip
-def test_muon_splits_what_the_model_computes_with(flags, where, matrices):
+], ids=["grouped heads", "swiglu", "experts", "groups", "swiglu in groups"])  # fmt: skip
+def test_muon_splits_what_the_model_computes_with(flags, where, matrices, largest, monkeypatch):
     """q, k and v, a gate and its values, which stand below one another in GroupedLinear: each matrix alone."""
+    monkeypatch.setattr(Muon, "LARGEST", largest)
     model = tiny(**flags)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     weight = model.get_submodule(f"blocks.0.sums.{where}").weight
     before = weight.detach().clone()
     cfg = config(optimizer="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0)
-    list(build(model, cfg).parts)[1].step()
+    [*build(model, cfg).parts][-1].step()
     for update, gradient in zip(matrices(before - weight.detach()), matrices(weight.grad), strict=True):
-        update, gradient = (x.flatten(0, -2) for x in (update, gradient))
+        update, gradient = (x.flatten(0, -2).double() for x in (update, gradient))
         scale = max(1, update.size(0) / update.size(1)) ** 0.5
-        torch.testing.assert_close(update, scale * oracle.newton_schulz(gradient), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(update, scale * oracle.newton_schulz(gradient), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(Config)["optimizer"]))
