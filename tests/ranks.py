@@ -12,6 +12,7 @@ import io
 import itertools
 import multiprocessing
 import os
+import pkgutil
 import resource
 import runpy
 import select
@@ -32,6 +33,7 @@ IMPORTED = """
     train engine.parallel.pipeline tensorboard.summary.writer.record_writer torch._dynamo
     torch.distributed.fsdp torch.distributed.tensor torch.distributed.tensor.parallel
 """.split()
+BACKWARD = "engine.parallel.sharded:ShardedModel.backward"  # which is called once a step
 OTHERS = []  # files that were open when the server was forked
 
 # Below the ports that a system gives to outgoing connections, which could take one before a rank listens there,
@@ -49,10 +51,12 @@ def is_free(port: int) -> bool:
     return True
 
 
-def launch(size: int, work: Callable, folder: Path, *args):
-    """work(*args) in `size` new processes; what they print goes to files in the folder. Fails if one of them fails."""
+def launch(size: int, work: Callable, folder: Path, *args) -> str:
+    """work(*args) in `size` new processes, which print into files in the folder. Returns what the first one printed.
+    Fails if one of them fails."""
     codes, logs = exit_codes(size, work, folder, *args), [folder / f"rank {rank}" for rank in range(size)]
     assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+    return logs[0].read_text()
 
 
 def fork_server():
@@ -163,22 +167,23 @@ def torchrun(work: Callable, *args, **config):
     elastic_launch(LaunchConfig(1, 1, 2, **where, **config), work)(*args)
 
 
-def train_until(step: int, number: int, flags: list[str]):
-    """train_main, whose second rank sends itself this signal in this step of its first start."""
-    from engine.parallel.sharded import ShardedModel
-
-    backward, steps = ShardedModel.backward, []
+def act_in(call: int, where: str, action: Callable):
+    """From now on the second rank begins this call of a function, such as "train:Run.save", with action(*args)."""
+    plain, calls = pkgutil.resolve_name(where), itertools.count(1)
 
     def counted(*args):
-        steps.append(1)
-        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if len(steps) == step and os.environ["RANK"] == "1" and first_start:
-            os.kill(os.getpid(), number)
-        return backward(*args)
+        if next(calls) == call and os.environ["RANK"] == "1":
+            action(*args)
+        return plain(*args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedModel, "backward", counted)
-        train_main(flags)
+    pytest.MonkeyPatch().setattr(where.replace(":", "."), counted)
+
+
+def train_until(call: int, number: int, flags: list[str], where: str = BACKWARD):
+    """train_main, whose second rank sends itself this signal in this call of a function after its first start."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        act_in(call, where, lambda *_: os.kill(os.getpid(), number))
+    train_main(flags)
 
 
 def train_main(flags: list[str]):

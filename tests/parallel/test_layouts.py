@@ -361,16 +361,12 @@ def test_a_run_moves_from_layout_to_layout(run, alone, many):
     assert [line[0] for line in moved] == [0, 1, 2, 3, 4] and distance(moved, expected) < 1e-9
 
 
-OF_RESUMED = dict.fromkeys(("fsdp", "cp", "pp"), ["--dropout=0.1"])
-OF_RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS]}
-
-RESUMED = ["ddp", "fsdp", "tp", "cp", "pp", "ep"]
+RESUMED = dict.fromkeys(("ddp", "tp"), ["--bias=True"]) | dict.fromkeys(("fsdp", "cp", "pp"), ["--dropout=0.1"])
+RESUMED |= {"ep": ["--dropout=0.1", *EXPERTS]}
 
 
 def test_the_same_layout_goes_on_digit_for_digit(many):
-    runs = {}
-    for name in RESUMED:
-        runs[name] = [*SIZES, *HALVES, *MUON, *LAYOUTS[name], *OF_RESUMED.get(name, ["--bias=True"])]
+    runs = {name: [*SIZES, *HALVES, *MUON, *LAYOUTS[name], *flags] for name, flags in RESUMED.items()}
     folder = many(2, *runs.items())
     for name in RESUMED:
         forget_the_end(folder / name, folder / f"{name}, again")

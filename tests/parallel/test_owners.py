@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import TINY
-from ranks import exit_codes, launch, train_runs
+from ranks import BACKWARD, act_in, exit_codes, launch, train_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import Config, parse
@@ -160,15 +160,8 @@ def test_ranks_whose_copies_differ_are_named(tmp_path):
 
 def train_with_a_difference(flags: list[str]):
     """train.py, whose second rank of three changes a parameter in the third step."""
-    backward, steps = ShardedModel.backward, []
-
-    def changed(self, *args):
-        steps.append(1)
-        if len(steps) == 3 and dist.get_rank() == 1:
-            self.model.wte.weight.data[0] += 1e-3
-        return backward(self, *args)
-
-    ShardedModel.backward, errors.FIRST_RANK_SPEAKS = changed, 0
+    act_in(3, BACKWARD, lambda sharded, *_: sharded.model.wte.weight.data[0].add_(1e-3))
+    errors.FIRST_RANK_SPEAKS = 0
     train_runs([flags])
 
 

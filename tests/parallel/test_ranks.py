@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from helpers import TINY
@@ -53,5 +52,5 @@ def train_alone(flags: list[str], rank: str, host: str):
 def test_a_wrong_address_is_told_in_one_line(rank, host, tiny_data, tmp_path):
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--collective_timeout=1"]
     assert exit_codes(1, train_alone, tmp_path, flags, rank, host) == [2]
-    [line] = Path(tmp_path / "rank 0").read_text().splitlines()
+    [line] = (tmp_path / "rank 0").read_text().splitlines()
     assert line.startswith(f"error: rank {rank} cannot join the 2 ranks at {host}:")

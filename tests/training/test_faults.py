@@ -1,6 +1,5 @@
 """Workers of torchrun that are killed come back, from the last checkpoint; one that fails ends them all."""
 
-import os
 import runpy
 import signal
 import sys
@@ -12,10 +11,9 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from helpers import IN_FLOAT64, ROOT, TINY, distance, losses, refused
-from ranks import launch, torchrun, train_until
+from ranks import BACKWARD, act_in, launch, torchrun, train_until
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-import model
 from engine.parallel import connection
 
 
@@ -23,8 +21,7 @@ def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
     """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
     flags = ["--max_iters=12", "--eval_interval=6", "--save_interval=3", IN_FLOAT64]
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
-    launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until, 8, signal.SIGKILL, [*common, *flags])
-    said = (tmp_path / "rank 0").read_text()
+    said = launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until, 8, signal.SIGKILL, [*common, *flags])
     assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
     undisturbed = losses(run(*flags, out="whole"))
     assert len(undisturbed) == 15 and distance(losses(tmp_path / "out"), undisturbed) < 1e-9
@@ -68,16 +65,12 @@ def test_a_start_reads_nothing_of_the_one_before(monkeypatch):
 
 
 def train_and_fail(flags: list[str]):
-    """train.py as a program, whose second rank raises an error in its fifth forward pass of training."""
-    forward, seen = model.Model.forward, []
+    """train.py as a program, whose second rank raises an error in its fifth step."""
 
-    def fail_in_the_fifth(self, *args, **kwargs):
-        seen.append(self.training)
-        if sum(seen) == 5 and os.environ["RANK"] == "1":
-            raise RuntimeError("planted failure")
-        return forward(self, *args, **kwargs)
+    def fail(*_):
+        raise RuntimeError("planted failure")
 
-    model.Model.forward = fail_in_the_fifth
+    act_in(5, BACKWARD, fail)
     sys.argv = ["train.py", *flags]
     try:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -94,8 +87,8 @@ def torchrun_train_and_fail(flags: list[str]):
 
 def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_and_last(tiny_data, tmp_path):
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
-    launch(1, torchrun_train_and_fail, tmp_path, [*flags, "--save_interval=1"])
-    said, _, rest = (tmp_path / "rank 0").read_text().partition("RuntimeError: planted failure")
+    all_said = launch(1, torchrun_train_and_fail, tmp_path, [*flags, "--save_interval=1"])
+    said, _, rest = all_said.partition("RuntimeError: planted failure")
     assert "SIGKILL" not in rest and "forcefully" not in rest  # which torchrun sends after 30 s
     tracebacks = [line for line in said.splitlines() if "Traceback" in line]
     assert len(tracebacks) == 1 and "rank1" in tracebacks[0], said
