@@ -25,12 +25,11 @@ from configurator import Config, parse
 from engine import compilation
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
 from engine.parallel import ranks as parallel
-from engine.parallel.ranks import Ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from model import Block, Model, ModelConfig, Stack
 
-ALONE = Ranks(0, 1, torch.device("cpu"), torch.float32, False)
+ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
 SIZES = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
 SHORT = ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--warmup_iters=1", "--lr_decay_iters=8"]

@@ -1,12 +1,11 @@
 """How dtype=auto is resolved on a CPU: by the instructions of the first rank's, which checkpoints keep."""
 
-import math
 import os
 
 import pytest
 import torch
-from helpers import TINY, edit_state, figures, losses, refused, state_of, steps_of
-from ranks import launch, train_main, train_runs
+from helpers import TINY, edit_state, figures, losses, refused, state_of
+from ranks import launch, train_main
 
 import sample
 import train
@@ -126,34 +125,14 @@ def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
     assert losses(tmp_path / "out") == before
 
 
-def on_ranks(runs: list[tuple[bool, list[str]]]):
-    for fast, flags in runs:
-        train_where(fast, flags)
+def join_on_other_cpus():
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        parallel.fast_bfloat16 = lambda fast=fast: {"0": fast}[os.environ["RANK"]]  # no other rank's CPU is asked
+        assert parallel.join(parse(Config, SHORT)).dtype == dtype
 
 
-def train_where(fast: bool, flags: list[str]):
-    """bfloat16 is fast or not on the first rank's CPU, and no other rank's is asked."""
-
-    def answer() -> bool:
-        assert os.environ["RANK"] == "0"
-        return fast
-
-    def joined(cfg):
-        ranks = parallel.join(cfg)
-        assert (ranks.dtype == torch.bfloat16) == fast
-        return ranks
-
-    parallel.fast_bfloat16, train.join = answer, joined
-    train_runs([flags])
-
-
-def test_all_ranks_have_the_dtype_of_the_first(tiny_data, tmp_path):
-    flags = [*SHORT, f"--dataset={tiny_data}"]
-    launch(2, on_ranks, tmp_path, [(fast, [*flags, f"--out_dir={tmp_path / str(fast)}"]) for fast in (True, False)])
-    dtypes = [state_of(tmp_path / out)["flags"]["dtype"] for out in ("True", "False")]
-    assert dtypes == ["bfloat16", "float32"]
-    first, other = (steps_of(tmp_path / out)[0][1] for out in ("True", "False"))
-    assert first != other and math.isclose(first, other, rel_tol=0.02)
+def test_all_ranks_have_the_dtype_of_the_first(tmp_path):
+    launch(2, join_on_other_cpus, tmp_path)
 
 
 @pytest.fixture

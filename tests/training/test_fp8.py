@@ -1,13 +1,12 @@
 """Products in float8 against float64, within the rounding of the format; and runs with them against others."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import TINY, Operations
 from ranks import launch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import Config, parse
 from engine import fp8
@@ -94,27 +93,27 @@ def test_products_of_a_device(device):
         assert (got.cpu().double() - exact).norm() < error * exact.norm()
 
 
-class Calls(TorchDispatchMode):
-    """Notes the arguments of torch._scaled_mm."""
+@contextmanager
+def noting_products():
+    """A list that receives the arguments of each call of torch._scaled_mm."""
+    found = []
 
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def note(function, args, kwargs, _):
         if function is torch.ops.aten._scaled_mm.default:
-            self.found.append((args, kwargs))
-        return function(*args, **(kwargs or {}))
+            found.append((args, kwargs))
+
+    with Operations(note):
+        yield found
 
 
 def test_a_gpu_takes_the_layouts_of_all_three_products():
     """torch checks them on tensors without memory as on a GPU: the first by rows, the second by columns."""
     x, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((32, 48), (64, 48)))
-    with Calls() as calls:
+    with noting_products() as found:
         fp8.Product.apply(x, weight).sum().backward()
-    assert len(calls.found) == 3
+    assert len(found) == 3
     with FakeTensorMode():
-        for args, kwargs in calls.found:
+        for args, kwargs in found:
             there = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in args[:4]]
             y = torch._scaled_mm(*there, *args[4:], **kwargs)
             assert y.dtype == torch.bfloat16 and y.shape == (args[0].size(0), args[1].size(1))
@@ -147,9 +146,9 @@ def figures(*flags: str) -> list[float]:
     text = torch.randint(32, (2, 4, 17), generator=torch.Generator().manual_seed(0))
     mine = text[ranks.data_rank * share : (ranks.data_rank + 1) * share]
     parts = iter([{"idx": ids[:, :-1], "targets": ids[:, 1:]} for ids in mine])
-    with Calls() as calls:
+    with noting_products() as found:
         loss = sharded.mean(sharded.backward(parts, share, torch.amp.GradScaler("cpu", enabled=False)))
-    return [loss, sharded.clip(0.0).item(), len(calls.found)]
+    return [loss, sharded.clip(0.0).item(), len(found)]
 
 
 LAYOUTS = {"ddp": [], "fsdp": ["--parallel=fsdp"], "tp": ["--tp=2"], "cp": ["--cp=2"], "pp": ["--pp=2"]}
@@ -192,21 +191,21 @@ def test_compiled_and_recomputed_blocks():
         block.forward = forward
         if kind != "none":
             recompute(block, kind)
-        with Calls() as calls:
+        with noting_products() as found:
             torch.testing.assert_close(results(block.forward), plain)
-        assert len(calls.found) == products
+        assert len(found) == products
 
 
 def test_what_is_left_in_bfloat16(monkeypatch):
     """Sizes that are no multiples of 16; layers that gain nothing; micro-batches of 15 tokens."""
     model, x = small(n_embd=48, mlp_ratio=0.5), torch.zeros(1, 15, dtype=torch.int64)
     assert {name.rpartition(".")[2] for name in fp8.layers(model)} == {"qkv", "out"}
-    with Calls() as calls:
+    with noting_products() as found:
         expected = model(x)
         assert fp8.apply(model) == 4
-        assert torch.equal(model(x), expected) and not calls.found
+        assert torch.equal(model(x), expected) and not found
         model(torch.zeros(1, 16, dtype=torch.int64))
-    assert len(calls.found) == 4
+    assert len(found) == 4
     monkeypatch.undo()
     for n_embd, kinds in ((768, ""), (1024, ""), (1040, "qkv out up down"), (512, "up down")):
         flags = {"n_embd": n_embd, "mlp_ratio": 10.0 if n_embd == 512 else 4.0}
