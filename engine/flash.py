@@ -33,6 +33,7 @@ def newest(cfg, device: torch.device, dtype: torch.dtype) -> str:
             activate(name)
             pairs = zip(results(cfg, device), expected, strict=True)
             require(all((x - y).norm() <= CLOSE * y.norm() for x, y in pairs), "its results differ")
+            torch.backends.cuda.enable_cudnn_sdp(False)  # which PyTorch would prefer for plain attention
             return f", by {name}"
         except Exception as error:  # a foreign package may raise anything
             causes.append(f"{name}: {error}".partition("\n")[0][:100])

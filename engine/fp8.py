@@ -56,9 +56,8 @@ def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
 
 
 def apply(model: nn.Module) -> int:
-    """Make `layers` multiply in float8, in place, and return their number. ValueError if there are none."""
+    """Make `layers` multiply in float8, in place, and return their number."""
     changed = layers(model)
-    require(changed, "fp8=True changes no layer: none has sizes on a rank that gain (engine/fp8.py); leave fp8 out")
     for layer in changed.values():
         layer.forward = partial(linear, layer)
     return len(changed)

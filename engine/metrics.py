@@ -287,7 +287,7 @@ class Metrics(Silent):
         minutes, seconds = divmod(round(time.perf_counter() - self.started), 60)
         self.say(f"{how}, after {minutes} min {seconds} s; next, for example:")
         self.say(f"  python sample.py --out_dir={out_dir}")
-        self.say(f"  python -m tools.plot {out_dir} --y=loss,val_loss")
+        self.say(f"  python -m tools.plot {out_dir} --y=loss,val_loss  # after pip install -e .[plots]")
         self.say(f"  {resume} --max_iters={2 * self.console.max_iters}")
 
     def close(self):

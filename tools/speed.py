@@ -19,6 +19,7 @@ from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
+from engine import flash
 from engine.decode import generate
 from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
@@ -76,6 +77,7 @@ def ms_per_step(cfg: Config) -> float:
         random_data(cfg.dataset, 2048 * cfg.block_size, cfg.vocab_size)
         data, objective, cfg.vocab_size = open_with_objective(cfg)
         ranks = parallel.join(cfg)
+        flash.newest(cfg, ranks.device, ranks.dtype)
         if ranks.compile:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
         sharded = ShardedModel(cfg, ranks)

@@ -261,7 +261,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def card(monkeypatch):
     """A GPU of a compute capability whose kernels give numbers: those that each name has in `computes`, or an error."""
-    card = SimpleNamespace(major=9, active=None, tried=[], computes={None: 1.0})
+    card = SimpleNamespace(major=9, active=None, cudnn=True, tried=[], computes={None: 1.0})
 
     def activate(name):
         card.tried.append(name)
@@ -277,6 +277,7 @@ def card(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (card.major, 0))
     monkeypatch.setattr(torch._C, "_get_flash_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: setattr(card, "cudnn", on))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: card.active)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: setattr(card, "active", None))
@@ -299,6 +300,7 @@ def test_the_newest_kernel_that_works(card, major, computes, said, active):
     card.computes |= computes
     found = flash_kernels.newest(ModelConfig(), CUDA, torch.bfloat16)
     assert found.endswith(said) and bool(found) == bool(said) and card.active == active
+    assert card.cudnn == (active is None)
 
 
 def test_runs_that_take_none(card, monkeypatch):
