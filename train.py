@@ -290,7 +290,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
     if cfg.fp8:
-        fp8.check(cfg, lengths, ranks.device)
+        fp8.check(cfg, ranks.device)
     peak = peak_flops(ranks.device, ranks.dtype)
     work = accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
     work.attention_kernels += flash.newest(cfg, ranks.device, ranks.dtype)

@@ -1,7 +1,7 @@
 """Products of linear layers in float8, with a scale for each tensor (arXiv:2209.05433).
 
-    check(cfg, lengths, device)     # ValueError says what does not go together
-    apply(model)                    # after tensor parallelism, before recomputation, torch.compile and FSDP
+    check(cfg, device)     # ValueError says what does not go together
+    apply(model)           # after tensor parallelism, before recomputation, torch.compile and FSDP
 
 A scale is that of a factor as this rank multiplies it: a slice under tensor parallelism, a weight that FSDP has
 gathered, its own tokens. So layouts differ by rounding, and ranks exchange no scales. Others measured, relative to
@@ -42,17 +42,14 @@ def layers(model: nn.Module) -> dict[str, Linear]:
     return found
 
 
-def check(cfg, lengths: tuple[int, int], device: torch.device | None = None):
-    """ValueError if fp8 does not go with other flags, with the lengths of text and source, or with the device."""
+def check(cfg, device: torch.device | None = None):
+    """ValueError if fp8 does not go with the dtype, or with the device."""
     nvidia = device and device.type == "cuda" and torch.version.hip is None
     if device and not (nvidia and torch.cuda.get_device_capability(device) >= (8, 9)):
         fact = "fp8=True needs an NVIDIA GPU of compute capability 8.9 or later"
         raise ValueError(f"{fact}, and the device is {device_name(device)}; leave fp8 out")
     wrong = f"fp8=True does not go with dtype={cfg.dtype}; set dtype=bfloat16, or leave fp8 out"
     require(cfg.dtype in ("auto", "bfloat16"), wrong)
-    tokens = [cfg.batch_size * length // cfg.cp for length in lengths if length]
-    fact = f"fp8=True needs a multiple of {UNIT} tokens in a micro-batch of a rank, and batch_size={cfg.batch_size}"
-    require(any(n % UNIT == 0 for n in tokens), f"{fact} makes {tokens[0]}; change batch_size")
 
 
 def apply(model: nn.Module) -> int:
@@ -64,7 +61,8 @@ def apply(model: nn.Module) -> int:
 
 
 def linear(layer: Linear, x: Tensor) -> Tensor:
-    """x W^T + b in the dtype of matrix products: x (..., i) -> (..., o)."""
+    """x W^T + b in the dtype of matrix products: x (..., i) -> (..., o). Not in float8 for other numbers of tokens than
+    multiples of UNIT."""
     if x.numel() // x.size(-1) % UNIT:
         return Linear.forward(layer, x)
     dtype = matmul_dtype(x)

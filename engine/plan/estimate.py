@@ -211,7 +211,7 @@ class Rank:
                 if n > 1:
                     cut(self.model, dist.new_group([*range(n)], group_desc=name))
             if cfg.fp8:
-                fp8.check(cfg, self.lengths)
+                fp8.check(cfg)
                 fp8.apply(self.model)
             for m in self.model.modules():
                 if isinstance(m, Heads):

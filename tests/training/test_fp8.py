@@ -216,21 +216,15 @@ def test_what_is_left_in_bfloat16(monkeypatch):
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
-    """Another dtype or device, numbers of tokens that are no multiples of 16."""
+    """Another dtype, and another device."""
     good = config("--dtype=bfloat16")
-    fp8.check(good, (16, 0))
-    fp8.check(config("--dtype=bfloat16", "--batch_size=1"), (24, 32))
-    for flags, length, words in (
-        (["--dtype=float32"], 16, "fp8=True does not go with dtype=float32"),
-        (["--batch_size=1"], 24, "a multiple of 16 tokens .* batch_size=1 makes 24"),
-        (["--batch_size=1", "--cp=2"], 16, "a multiple of 16 tokens .* batch_size=1 makes 8"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            fp8.check(config("--dtype=bfloat16", *flags), (length, 0))
+    fp8.check(good)
+    with pytest.raises(ValueError, match="fp8=True does not go with dtype=float32"):
+        fp8.check(config("--dtype=float32"))
     with pytest.raises(ValueError, match="and the device is CPU .*; leave fp8 out"):  # whose auto is float32
-        fp8.check(config("--dtype=float32"), (16, 0), torch.device("cpu"))
+        fp8.check(config("--dtype=float32"), torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A40")
     for capability, refuses in (((8, 6), True), ((8, 9), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         with pytest.raises(ValueError, match="8.9 or later, and the device is A40;") if refuses else nullcontext():
-            fp8.check(good, (16, 0), torch.device("cuda"))
+            fp8.check(good, torch.device("cuda"))
