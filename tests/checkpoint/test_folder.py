@@ -17,7 +17,6 @@ from helpers import TINY, losses, refused
 from preparing import error
 from test_checkpoint import load, save
 
-import evaluate
 import sample
 import train
 from configurator import Config, parse
@@ -144,11 +143,6 @@ def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path, monkey
         with pytest.raises(OSError, match=f"Not a regular file: '{path}'"), new_file(path):
             raise RuntimeError("the work has begun")
     assert [path.read_text() for path in victim.iterdir()] == ["mine"]
-
-
-def test_a_target_is_refused_before_the_work(trained, capsys):
-    for target in ("/proc/answers", f"{trained}/best/answers"):
-        assert f"error: {target}" in refused(evaluate.main, [f"--out_dir={trained}/no", f"--answers={target}"], capsys)
 
 
 @pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl"])

@@ -56,21 +56,18 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     flags = [*COMMON, f"--dataset={tiny_data}", *flags]
 
     def start(max_iters: int = 20_000, out: Path = out, save_interval: int = 3):
-        log.unlink(missing_ok=True)
+        log.write_text("")
         how = "resume" if (out / "latest").exists() else "scratch"
         argv = ["train.py", *flags, f"--max_iters={max_iters}", f"--out_dir={out}", f"--init_from={how}"]
         argv.append(f"--save_interval={save_interval}")
         return begin([*TORCHRUN, *argv] if processes > 1 else argv, tmp_path, stdout=log, unbuffered=True)
 
-    def said() -> str:
-        return log.read_text() if log.exists() else ""
-
     for i in range(kills):
         process = start()
         if trains := rng.random() < 0.8:  # the others die while starting
-            until(lambda p=process: "iter " in said() or not p.is_alive())
+            until(lambda p=process: "iter " in log.read_text() or not p.is_alive())
         time.sleep(rng.uniform(0, ((2, 1), (10, 4))[processes > 1][trains]))  # seconds
-        assert process.is_alive(), f"the run ended by itself before kill {i}:\n{said()}"
+        assert process.is_alive(), f"the run ended by itself before kill {i}:\n{log.read_text()}"
         kill(process.pid)
         process.join()
         check(out, "--async_checkpoint=True" in flags)
@@ -79,7 +76,7 @@ def test_killed_runs_go_on(tiny_data, more_data, tmp_path, setting):
     for folder, interval in ((out, 3), (tmp_path / "whole", 0)):
         process = start(last, folder, interval)
         process.join()
-        assert process.exitcode == 0, said()
+        assert process.exitcode == 0, log.read_text()
     killed, whole = (figures(f) for f in (out, folder))
     assert killed == whole
     assert [line["step"] for line in whole if line["kind"] == "train"] == list(range(last))

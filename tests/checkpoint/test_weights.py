@@ -156,8 +156,7 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
         line = refused(train.main, [*new, *other, f"--dataset={tmp_path / 'chars'}"], capsys)
         assert "another tokenizer" in line and not (tmp_path / "new" / "latest").exists()
     assert "vocab_size=257 has no room" in refused(train.main, [*start, "--objective=masked"], capsys)
-    line = refused(train.main, [*new, f"--init_from=ema:{source}"], capsys)
-    assert "keeps no average of its weights; train with --ema_decay=0.999" in line
+    refused(train.main, [*new, f"--init_from=ema:{source}"], capsys, ["keeps no average of its weights; train with"])
     assert "no directory" in refused(train.main, [*new, f"--init_from=checkpoint:{tmp_path / 'absent'}"], capsys)
     assert "no checkpoint in" in refused(train.main, [*new, f"--init_from=checkpoint:{tiny_data}"], capsys)
     assert not (tmp_path / "new").exists()

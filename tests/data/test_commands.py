@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import sysconfig
 import threading
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     (tmp_path / "FILE").write_text("some words\nof text\n" * 9)
     (tmp_path / "BINARY").write_bytes(bytes(range(128, 256)))
     os.mkfifo("FIFO")
-    bind("SOCKET")
+    MAKE["SOCKET"]("SOCKET")
     before = sorted(os.listdir())
     if not any(flag.startswith("--out") for flag in flags):
         flags = [*flags, f"--out={tmp_path}/out"]
@@ -56,12 +57,11 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     assert all(word in err for word in words) and sorted(os.listdir()) == before, err
 
 
-def test_ctrl_c_is_answered(capsys):
+def test_ctrl_c_is_answered(capsys, in_this_process):
     """Though `import data` lets it end the imports without a word."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with pytest.raises(SystemExit) as end:
         command.run(lambda: os.kill(os.getpid(), signal.SIGINT))
-    signal.signal(signal.SIGINT, handler)
     assert end.value.code == 130 and capsys.readouterr().err.startswith("interrupted; the data are unchanged")
 
 
@@ -82,18 +82,13 @@ def test_names_that_are_no_text(tmp_path):
     assert os.path.exists(os.fsencode(tmp_path) + b"/\xff out/meta.json")
 
 
-def bind(name: str):
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(name)
-
-
 def huge(name: str):
     Path(name).touch()
     os.truncate(name, 2**40)
 
 
-MAKE = {"FIFO": os.mkfifo, "SOCKET": bind, "FOLDER": os.mkdir, "ENDLESS": lambda name: os.symlink("/dev/zero", name)}
-MAKE |= {"HUGE": huge}
+MAKE = {"FIFO": os.mkfifo, "FOLDER": os.mkdir, "HUGE": huge, "ENDLESS": lambda name: os.symlink("/dev/zero", name)}
+MAKE |= {"SOCKET": lambda name: os.mknod(name, stat.S_IFSOCK | 0o600)}
 
 
 @pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])

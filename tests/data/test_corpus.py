@@ -64,6 +64,7 @@ def write_file(path: Path, documents: list[str]) -> None:
     path.write_bytes(b"".join(parts))
 
 
+WEB = [*texts(60), *texts(60, seed=1)]
 FORMATS = ["line.txt", "paragraph.txt", "line.txt.gz", "paragraph.txt.zst"]
 FORMATS += ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 
@@ -314,9 +315,6 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     assert "<|endoftext|> in the prompt is ordinary text" in capsys.readouterr().err
     message = error(prepare, args(tmp_path / "out", documents="line", separator="x"), [str(file)])
     assert message.startswith("separator='x' has no effect")
-
-
-WEB = [*texts(60), *texts(60, seed=1)]
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ def chi_square(counts: list[int], expected: list[float]):
 )  # fmt: skip
 @settings(max_examples=50)
 def test_a_batch_is_the_oracles(name, doc_mask, T, B, ratio, span_length, eot_share, seed):
-    """Which walks through each window by itself. And the window stays."""
     window, keys = texts(B, T, eot_share, seed), KEYS[seed % 1000 :][:B]
     before = window.clone()
     objective = OBJECTIVE[name](V, 0, T, doc_mask, ratio, span_length)

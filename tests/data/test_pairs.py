@@ -33,6 +33,7 @@ ROWS = [(f"{i} " * (i % 5), "é" * (i % 3) + str(i)) for i in range(60)]  # some
 CHAT = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user", "?"), ("assistant", "!")]
 CHAT = [{"role": role, "content": content} for role, content in [*CHAT, ("user", "never answered")]]
 TEXT = {"a": "b", "b": "c"}
+DOC = st.tuples(st.integers(1, 9), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=3))
 WORDS = {"ab": "AB", "cde": "CDE", "xyz": "X"}  # two sources of one length have answers of different lengths
 
 
@@ -117,10 +118,7 @@ def written(folder: Path, docs: list[tuple[int, list[tuple[int, int]]]], shard: 
     return folder
 
 
-doc = st.tuples(st.integers(1, 9), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=3))
-
-
-@given(st.lists(doc, min_size=3, max_size=30), st.integers(0, 9), st.integers(5, 50), st.sampled_from([*PAIRS]))
+@given(st.lists(DOC, min_size=3, max_size=30), st.integers(0, 9), st.integers(5, 50), st.sampled_from([*PAIRS]))
 @settings(max_examples=15)
 def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, shard, name):
     folder, sizes = tmp_path_factory.mktemp("drawn"), []
@@ -304,6 +302,8 @@ def test_what_has_no_answer_is_refused(trained, translators, capsys, tmp_path):
         (sample.main, [seq2seq, "--start=" + "x" * 24], "becomes 25 tokens, more than block_size=24; shorten it"),
         (evaluate.main, [f"--out_dir={trained}", f"--answers={tmp_path / 'x'}"], "needs pairs, and dataset="),
         (evaluate.main, [f"--out_dir={trained}", f"--answers={tmp_path}"], f"{tmp_path}: Not a regular file"),
+        (evaluate.main, [f"--out_dir={tmp_path}/no", "--answers=/proc/answers"], "error: /proc/answers"),
+        (evaluate.main, [f"--out_dir={tmp_path}/no", f"--answers={trained}/best/x"], f"error: {trained}/best/x"),
         (evaluate.main, [causal, "--answers=x", "--file=y"], "here file=y"),
     ):
         refused(main, [*flags, "--device=cpu"], capsys, [words])

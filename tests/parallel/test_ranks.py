@@ -25,7 +25,10 @@ def join_with_other_flags():
         said = f"{name}={getattr(default, name)!r} on rank 0 and {mine!r} on rank 1; "
         with pytest.raises(ValueError, match=re.escape(said)):
             parallel.join(cfg)
-    assert parallel.join(parse(Config, [*TINY, "--vocab_size=64"])).size == 2
+    ranks = parallel.join(parse(Config, [*TINY, "--vocab_size=64", "--collective_timeout=7"]))
+    assert ranks.size == 2
+    for group in ranks.mesh.get_all_groups():
+        assert group._get_backend(ranks.device).options._timeout.total_seconds() == 7
 
 
 def test_ranks_with_different_flags_are_refused(tmp_path):
