@@ -6,7 +6,7 @@
     optimizer.state_tensors(model)  # {"blocks.0.sums.1.mlp.up.weight.momentum": tensor, ...}, for checkpoints
 
 Call `build` after sharding and tensor parallelism, which replace parameters. A new optimizer is a subclass of
-Elementwise and an entry of OPTIMIZER; docs/hacking.md adds one.
+UpdateRule and an entry of OPTIMIZER; docs/hacking.md adds one.
 """
 
 import math
@@ -76,8 +76,9 @@ SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 # Optimizers
 
 
-class Elementwise:
-    """The base class of optimizers that treat each number of a parameter alone, so that ranks may hold any part of it.
+class UpdateRule:
+    """The base class of optimizers. Ranks may hold any part of a parameter, so a step treats each number alone, or
+    gathers the parts as Muon does.
 
     A subclass has two methods. new_state(p) makes the tensors that it keeps of a parameter, by name. update(group,
     weights, grads, **state) makes a step, in place: it takes a list of tensors for the weights, for the gradients and
@@ -101,7 +102,7 @@ class Elementwise:
             self.update(group, weights, grads, **state)
 
 
-class AdamW(Elementwise):
+class AdamW(UpdateRule):
     """AdamW (arXiv:1711.05101) in PyTorch's fused kernel. torch.optim.AdamW does the same, after it has imported
     torch._dynamo in a second or two."""
 
@@ -119,7 +120,7 @@ class AdamW(Elementwise):
         )
 
 
-class Balance(Elementwise):
+class Balance(UpdateRule):
     """Moves the bias of each expert by cfg.balance_rate against the sign of its gradient, see model.LoadBalance, unless
     loads are equal but for rounding."""
 
@@ -132,7 +133,7 @@ class Balance(Elementwise):
             bias.sub_(F.hardshrink(excess, 1e-5).sign(), alpha=group["lr"])
 
 
-class Average(Elementwise):
+class Average(UpdateRule):
     """Keeps an average of the weights, A = d A + (1 - d) W after each step, as the state of an optimizer."""
 
     @staticmethod
@@ -143,7 +144,7 @@ class Average(Elementwise):
         torch._foreach_lerp_(average, weights, 1 - group["decay"])
 
 
-class Muon(Elementwise):
+class Muon(UpdateRule):
     """Trains hidden matrices with orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 
         b = mu b + (1 - mu) g
@@ -153,7 +154,7 @@ class Muon(Elementwise):
     A weight may store several logical matrices. Each is orthogonalised alone: as one matrix they would share their
     singular directions, and the loss is higher. weights maps a weight to None (one matrix) or to the (groups,
     sizes) of model.Linear's `fused`. With owners, ranks share the weights: each rank has the momentum of its part, and
-    only a weight's owner orthogonalises its update, which is not elementwise. For dtype, see `iteration_dtype`.
+    only a weight's owner orthogonalises its update. dtype is that of the run's matrix products, see `iteration_dtype`.
     """
 
     LARGEST = 2**27  # numbers that are orthogonalised at once
@@ -235,7 +236,7 @@ def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
 class Parts(NamedTuple):
     """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
-    rest: type[Elementwise]
+    rest: type[UpdateRule]
     muon: bool = False
 
 
@@ -243,7 +244,7 @@ OPTIMIZER = {"adamw": Parts(AdamW), "muon": Parts(AdamW, muon=True)}
 
 
 @cache
-def state_bytes(optimizer: type[Elementwise], numbers: int) -> int:
+def state_bytes(optimizer: type[UpdateRule], numbers: int) -> int:
     """Bytes of the optimizer's state of a parameter of so many float32 numbers: scalars, and tensors of its shape."""
     state = optimizer.new_state(torch.zeros(1, device="cpu")).values()  # meta tensors would import sympy: a second
     return sum(t.itemsize * (numbers if t.dim() else 1) for t in state)
@@ -253,7 +254,7 @@ class Optimizer:
     """The optimizer of a run. parts maps each of its optimizers to its peak learning rate, relative to
     cfg.learning_rate; None leaves it as it is. All state exists from the start, so a checkpoint is loaded in place."""
 
-    def __init__(self, parts: dict[Elementwise, float]):
+    def __init__(self, parts: dict[UpdateRule, float]):
         self.parts = parts
         self.param_groups: list[dict] = []  # in which a gradient scaler divides the gradients; loads are not scaled
         for part, ratio in parts.items():
