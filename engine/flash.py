@@ -20,6 +20,8 @@ CLOSE = 2**-6  # largest difference relative to a norm, of which rounding to bfl
 def newest(cfg, device: torch.device, dtype: torch.dtype) -> str:
     """Activate the newest kernels that work here, and say which run; "" if the run or the card takes none."""
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate and torch.nn.attention.current_flash_attention_impl():  # of an earlier run of this process
+        torch.nn.attention.restore_flash_attention_impl()
     usable = not cfg.dropout and cfg.pos != "alibi"  # which they do not have, and whose bias makes keys wider
     if not (activate and usable and ops.takes_flash(device.type, dtype, cfg.head_size)):
         return ""

@@ -301,6 +301,7 @@ def test_the_newest_kernel_that_works(card, major, computes, said, active):
     found = flash_kernels.newest(ModelConfig(), CUDA, torch.bfloat16)
     assert found.endswith(said) and bool(found) == bool(said) and card.active == active
     assert card.cudnn == (active is None)
+    assert flash_kernels.newest(ModelConfig(dropout=0.1), CUDA, torch.bfloat16) == "" and card.active is None
 
 
 def test_runs_that_take_none(card, monkeypatch):
