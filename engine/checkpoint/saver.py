@@ -87,13 +87,14 @@ class Checkpoints:
             except BaseException as error:
                 writing.set_exception(error)
 
-        if not self.cfg.async_checkpoint:
+        if self.cfg.async_checkpoint:
+            copies = {name: self.copy(name, own_part(x)) for name, x in tensors.items()}
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            threading.Thread(target=write, args=(copies,), name="checkpoint", daemon=True).start()
+        else:
             write(tensors)
-            return self.wait()
-        copies = {name: self.copy(name, own_part(x)) for name, x in tensors.items()}
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        threading.Thread(target=write, args=(copies,), name="checkpoint", daemon=True).start()
+            self.wait()
 
     def copy(self, name: str, part: Part) -> Part:
         """The part with a copy of its tensor in host memory. A copy from a GPU may still be under way."""

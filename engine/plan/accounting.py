@@ -69,7 +69,8 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
             queries //= 2 * cp
         key = torch.empty(m.n_kv_head, 1, m.head_dim, device=model.wte.weight.device)
         flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1))
-        options = m.softcap > 0 or m.phi is not None, m.dropout, device, flash
+        mapped = m.softcap > 0 or m.phi is not None
+        options = (mapped, m.dropout, device, flash)
         docs = ((), (), ()) if model.cfg.doc_mask and keys else None  # any, of known boundaries
         mask = Mask(m.causal, m.window if m.window < keys else 0, docs)
         layers[attention_kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots", *options)] += 1
