@@ -76,4 +76,8 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         layers[attention_kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots", *options)] += 1
         if m.reader.slots == "own_slots":
             layers[attention_kernel(Mask(False), queries, slots, False, *options)] += 1
-    return ", ".join(f"{kernel} ({n} layer{'s' * (n > 1)})" for kernel, n in layers.items())
+    texts = []
+    for kernel, n in layers.items():
+        noun = "layer" if n == 1 else "layers"
+        texts.append(f"{kernel} ({n} {noun})")
+    return ", ".join(texts)

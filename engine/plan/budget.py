@@ -35,7 +35,7 @@ def size(cfg, lengths: tuple[int, int], n_layer: int) -> tuple[ModelConfig, int,
 
 
 def best(fit: tuple[float, ...], budget: float, n: int, sized: Callable) -> int:
-    """The depth of the least loss after so many FLOPs, climbing from depth n; from 32 on, not every depth is tried."""
+    """The depth of the least loss after so many FLOPs, climbing from depth n; above 32, not every depth is tried."""
     a, alpha, b, beta = fit
 
     def loss(n_layer: int) -> float:
