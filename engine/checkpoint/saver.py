@@ -21,9 +21,8 @@ from engine.stop_signal import StopSignal
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time. Every rank calls the same methods in the same order.
 
-    With async_checkpoint, `save` returns when this rank's tensors are copied to host memory, and a thread writes the
-    copies; the next save uses the same memory. The thread is a daemon, so a process that fails does not wait for it.
-    Its collectives have a process group of their own.
+    With async_checkpoint, `save` returns when this rank's tensors are copied to host memory. A thread writes them, with
+    a process group of its own; the next save uses the same memory. A process that fails does not wait for the thread.
     """
 
     def __init__(self, cfg, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):
