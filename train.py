@@ -173,9 +173,7 @@ class Run:
             parameters += f", of which a token reads {work.n_read:,}"
         machine = f"{self.ranks.size} x {self.ranks.device.type}, {precision(self.ranks.device, self.ranks.dtype)}"
         if cfg.fp8:
-            tokens = cfg.batch_size * cfg.block_size // cfg.cp
-            layers = 0 if tokens % fp8.UNIT else self.sharded.in_float8  # as fp8.linear decides
-            machine += f", {layers} layers in float8"
+            machine += f", {self.sharded.in_float8} layers in float8"
         if cfg.deterministic:
             machine += ", deterministic"
         if self.ranks.compile:

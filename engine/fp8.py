@@ -1,7 +1,7 @@
 """Products of linear layers in float8, with a scale for each tensor (arXiv:2209.05433).
 
-    check(cfg, device)     # ValueError says what does not go together
-    apply(model)           # after tensor parallelism, before recomputation, torch.compile and FSDP
+    check(cfg, device)         # ValueError says what does not go together
+    apply(model, tokens)       # after tensor parallelism, before recomputation, torch.compile and FSDP
 
 A scale is that of a factor as this rank multiplies it: a slice under tensor parallelism, a weight that FSDP has
 gathered, its own tokens. So layouts differ by rounding, and ranks exchange no scales. Others measured, relative to
@@ -52,8 +52,11 @@ def check(cfg, device: torch.device | None = None):
     require(cfg.dtype in ("auto", "bfloat16"), wrong)
 
 
-def apply(model: nn.Module) -> int:
-    """Make `layers` multiply in float8, in place, and return their number."""
+def apply(model: nn.Module, tokens: int) -> int:
+    """Make `layers` multiply in float8, in place, and return their number: 0 if no product takes the `tokens` of a
+    micro-batch on this rank."""
+    if tokens % UNIT:
+        return 0
     changed = layers(model)
     for layer in changed.values():
         layer.forward = partial(linear, layer)
@@ -61,8 +64,8 @@ def apply(model: nn.Module) -> int:
 
 
 def linear(layer: Linear, x: Tensor) -> Tensor:
-    """x W^T + b in the dtype of matrix products: x (..., i) -> (..., o). Not in float8 for other numbers of tokens than
-    multiples of UNIT."""
+    """x W^T + b in the dtype of matrix products: x (..., i) -> (..., o). Where the number of tokens is no multiple of
+    UNIT, as in a last batch, not in float8."""
     if x.numel() // x.size(-1) % UNIT:
         return Linear.forward(layer, x)
     dtype = matmul_dtype(x)

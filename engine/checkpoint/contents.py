@@ -105,8 +105,9 @@ def read_state(path: Path) -> dict:
         state = json.loads(read_file(path / "state.json", LARGEST_STATE))
         found = state["format"]
         require(type(found) is int, f"format is {found!r:.60}")
-    remedy = "use the version of this program that wrote it, or train again in another --out_dir"
-    require(found == FORMAT, f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
+    if found != FORMAT:
+        remedy = "use the version of this program that wrote it, or train again in another --out_dir"
+        raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
     state.setdefault("data", {})  # of a checkpoint that is older than the key
     with damage_in(path, "state.json"):
         for key, kind in STATE.items():

@@ -135,9 +135,10 @@ def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_
             saved = index.get(name)
             shape = tuple(tensor.shape)
             same_shape = saved and unpadded(name, saved.shape, vocab_size) == unpadded(name, shape, vocab_size)
-            found = f"{saved.shape} {saved.dtype}" if saved else "absent"
-            fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
-            require(same_shape and saved.dtype == tensor.dtype, f"{fact}; use the flags of its training")
+            if not same_shape or saved.dtype != tensor.dtype:
+                found = f"{saved.shape} {saved.dtype}" if saved else "absent"
+                fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
+                raise ValueError(f"{fact}; use the flags of its training")
         for name, tensor in tensors.items():
             part = own_part(tensor)
             contents.fill(path, name, index[name], part)

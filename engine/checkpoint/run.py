@@ -49,8 +49,9 @@ def check_out_dir(cfg):
         return
     folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
-    remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
-    require(not (folder / "state.json").exists(), f"{where} is one checkpoint, not the folder of a run; {remedy}")
+    if (folder / "state.json").exists():
+        remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
+        raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
     if cfg.init_from == "resume" or not (folder / "latest").exists():
         return
     if may_restart():

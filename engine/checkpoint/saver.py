@@ -62,13 +62,14 @@ class Checkpoints:
         self.wait()
         fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
         saved = self.last_written_step
-        known = f"the checkpoint of step {saved} is good"
         if saved is None:
             known = "nothing is saved yet"
         elif saved == self.diverged_step:
             known = f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
         elif saved == bad:
             known = f"the checkpoint of step {saved} has the weights of this step, so go back to one before it"
+        else:
+            known = f"the checkpoint of step {saved} is good"
         remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
         self.fail(f"{fact}; {known}; {remedy}")
 

@@ -112,7 +112,7 @@ class ShardedModel:
         model, ranks = self.model, self.ranks
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if cfg.fp8:
-            self.in_float8 = fp8.apply(model)
+            self.in_float8 = fp8.apply(model, cfg.batch_size * cfg.block_size // cfg.cp)
         inside = cfg.ep > 1  # the exchange of tokens breaks graphs, and recomputation has to enclose the breaks
         if ranks.compile and inside:
             compilation.compile_model(model, blocks, inside=True)

@@ -212,7 +212,7 @@ class Rank:
                     cut(self.model, dist.new_group([*range(n)], group_desc=name))
             if cfg.fp8:
                 fp8.check(cfg)
-                fp8.apply(self.model)
+                fp8.apply(self.model, cfg.batch_size * cfg.block_size // cfg.cp)
             for m in self.model.modules():
                 if isinstance(m, Heads):
                     m.dropout = 0.0  # of which a GPU's kernels keep no mask

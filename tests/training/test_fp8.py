@@ -177,7 +177,7 @@ def test_layouts(tmp_path):
 def test_compiled_and_recomputed_blocks():
     """A block is one graph. Selective recomputation makes again every second product, and full all of them."""
     model, x = small(), torch.randn(4, 16, 64)
-    fp8.apply(model)
+    fp8.apply(model, 16)
     block = model.blocks[0]
 
     def results(forward) -> list[torch.Tensor]:
@@ -202,11 +202,11 @@ def test_what_is_left_in_bfloat16(monkeypatch):
     assert {name.rpartition(".")[2] for name in fp8.layers(model)} == {"qkv", "out"}
     with noting_products() as found:
         expected = model(x)
-        assert fp8.apply(model) == 4
+        assert fp8.apply(model, 15) == 0 and fp8.apply(model, 16) == 4
         assert torch.equal(model(x), expected) and not found
         model(torch.zeros(1, 16, dtype=torch.int64))
     assert len(found) == 4
-    assert fp8.apply(small(n_embd=40)) == 0
+    assert fp8.apply(small(n_embd=40), 16) == 0
     monkeypatch.undo()
     for n_embd, kinds in ((768, ""), (1024, ""), (1040, "qkv out up down"), (512, "up down")):
         flags = {"n_embd": n_embd, "mlp_ratio": 10.0 if n_embd == 512 else 4.0}
