@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, parse
+from configurator import parse
 from data.dataset import TokenStream
 from data.errors import command, require, user_errors
 from data.files import new_file
@@ -47,6 +47,7 @@ from data.objective import open_with_objective
 from engine.answers import answer
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
+from engine.config import Config
 from engine.device import resolve_device, resolve_dtype
 from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.connection import environment

@@ -34,11 +34,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configurator import Config, parse
+from configurator import parse
 from data.errors import command, require, user_errors
 from data.objective import OBJECTIVE
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
+from engine.config import Config
 from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype
 from engine.plan import memory

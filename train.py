@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import Config, dump, read_flags, resolve
+from configurator import dump, read_flags, resolve
 from data.dataset import DataSet
 from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
@@ -42,6 +42,7 @@ from data.objective import Objective, open_with_objective
 from engine import compilation, flash, fp8, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.saver import Checkpoints
+from engine.config import Config
 from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
 from engine.evaluation import Evaluation
 from engine.metrics import Metrics, Silent, evaluation_text

@@ -13,13 +13,14 @@ from statistics import median
 import numpy as np
 import torch
 
-from configurator import Config, parse
+from configurator import parse
 from data import DATA
 from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
 from engine import flash
+from engine.config import Config
 from engine.decode import generate
 from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel

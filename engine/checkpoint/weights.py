@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from configurator import RETIRED_OF_THE_MODEL, Config, resolve
+from configurator import RETIRED_OF_THE_MODEL, resolve
 from data import DATA
 from data.dataset import open_data
 from data.errors import require
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import Saved
+from engine.config import Config
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model, ModelConfig

@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from configurator import Config, resolve
+from configurator import resolve
 from data import files
 from data.base_tokenizer import Tokenizer
 from data.errors import require
 from data.tokenizer import from_spec
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
+from engine.config import Config
 from engine.interchange.config import Family
 from engine.interchange.families import FAMILIES, choose
 from engine.interchange.tokenizer import export_tokenizer

@@ -19,12 +19,13 @@ from test_checkpoint import load, save
 
 import sample
 import train
-from configurator import Config, parse
+from configurator import parse
 from data.files import new_file, write_file
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import locked
+from engine.config import Config
 
 
 def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, capsys):

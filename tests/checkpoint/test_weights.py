@@ -11,10 +11,11 @@ from ranks import launch, train_runs
 import configurator
 import sample
 import train
-from configurator import Config, read_flags, resolve
+from configurator import read_flags, resolve
 from data.tokenizer import CharTokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
+from engine.config import Config
 from engine.interchange.huggingface import export
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel

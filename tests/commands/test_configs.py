@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers import ROOT
 
-from configurator import Config, dump, parse
+from configurator import dump, parse
+from engine.config import Config
 from flags import unused
 from model import Model
 

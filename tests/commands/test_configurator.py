@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from test_ignored import has_effect
 
 import configurator
-from configurator import Config, dump, parse, read_flags, resolve
+from configurator import dump, parse, read_flags, resolve
 from data.errors import user_errors
+from engine.config import Config
 from flags import documented, fact
 
 

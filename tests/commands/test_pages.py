@@ -22,9 +22,10 @@ import pytest
 from helpers import ROOT
 from test_imports import FILES
 
-from configurator import Config, parse, parse_positional, read_flags
+from configurator import parse, parse_positional, read_flags
 from data.command import Parser
 from data.errors import require
+from engine.config import Config
 from engine.interchange.__main__ import ExportConfig
 from engine.parallel import ranks as parallel
 from evaluate import EvaluateConfig

@@ -16,7 +16,6 @@ from test_loader import rows_of, take_rows
 import evaluate
 import sample
 import train
-from configurator import Config
 from data import corpus
 from data.dataset import open_data
 from data.loader import Loader, count_windows, eval_batches
@@ -27,6 +26,7 @@ from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import weights
+from engine.config import Config
 
 EOT = 256
 ROWS = [(f"{i} " * (i % 5), "é" * (i % 3) + str(i)) for i in range(60)]  # some sources and no target are empty

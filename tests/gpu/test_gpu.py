@@ -20,9 +20,10 @@ from models import documents, jitter, naive_attention, spy_on_kernels
 from torch import Tensor
 
 import sample
-from configurator import Config, parse
+from configurator import parse
 from data.loader import document_starts
 from engine import flash, optim
+from engine.config import Config
 from engine.decode import generate
 from engine.parallel.fsdp import shard
 from engine.parallel.ranks import Ranks, make_mesh

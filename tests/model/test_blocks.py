@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from models import DOCS, SOURCE_DOCS, TINY, S, T, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
-from configurator import Config, parse
+from configurator import parse
+from engine.config import Config
 from engine.decode import KVCache
 from model import Inputs
 

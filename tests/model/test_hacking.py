@@ -19,8 +19,8 @@ from models import check_decoding, choices
 from ranks import launch, train_runs
 
 import model
-from configurator import Config
 from engine import decode, optim
+from engine.config import Config
 from engine.parallel import pipeline
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.context import apply_context_parallel

@@ -27,7 +27,8 @@ from helpers import (
 from ranks import launch, train_runs
 
 import ops
-from configurator import Config, parse
+from configurator import parse
+from engine.config import Config
 from engine.parallel.context import local_pieces
 from engine.parallel.pipeline import StageModel, keep_stage
 from engine.parallel.ranks import check_layout, join

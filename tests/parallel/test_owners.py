@@ -12,9 +12,10 @@ from helpers import TINY
 from ranks import BACKWARD, act_in, exit_codes, launch, train_runs
 from torch.utils.flop_counter import FlopCounterMode
 
-from configurator import Config, parse
+from configurator import parse
 from data import errors
 from engine import optim
+from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.owners import Part
 from engine.parallel.sharded import ShardedModel, local

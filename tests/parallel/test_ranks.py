@@ -8,8 +8,9 @@ import pytest
 from helpers import TINY
 from ranks import exit_codes, launch, train_main, train_until
 
-from configurator import Config, parse
+from configurator import parse
 from data import errors
+from engine.config import Config
 from engine.parallel import ranks as parallel
 
 DIFFERING = ["tp=2", "dataset=other", "dropout=0.1", "gradient_accumulation_steps=4", "mlp=swiglu", "ema_decay=0.9"]

@@ -7,7 +7,8 @@ import torch
 from helpers import TINY
 from ranks import launch
 
-from configurator import Config, parse
+from configurator import parse
+from engine.config import Config
 from engine.evaluation import mean_loss
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel

@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_plan import config
 
-from configurator import Config, parse
+from configurator import parse
+from engine.config import Config
 from engine.plan import budget, plan
 from engine.plan.accounting import Work
 

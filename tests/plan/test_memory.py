@@ -17,8 +17,9 @@ from ranks import launch, train_runs
 import evaluate
 import sample
 import train
-from configurator import Config, parse
+from configurator import parse
 from engine import device
+from engine.config import Config
 from engine.plan import memory
 from engine.plan.estimate import Rank
 from model import ModelConfig

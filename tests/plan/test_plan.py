@@ -22,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ops
 import train
-from configurator import Config, parse
+from configurator import parse
 from data.objective import objective_class
 from engine import optim
+from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel, local

@@ -21,9 +21,10 @@ from ranks import launch, train_main
 
 import ops
 import train
-from configurator import Config, parse
+from configurator import parse
 from engine import compilation
 from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
+from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel

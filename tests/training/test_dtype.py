@@ -9,8 +9,9 @@ from ranks import launch, train_main
 
 import sample
 import train
-from configurator import Config, parse
+from configurator import parse
 from engine import device
+from engine.config import Config
 from engine.device import resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.ranks import agreed_dtype

@@ -8,8 +8,9 @@ from helpers import TINY, Operations
 from ranks import launch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from configurator import Config, parse
+from configurator import parse
 from engine import fp8
+from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel

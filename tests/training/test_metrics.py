@@ -23,7 +23,7 @@ from tensorboard.plugins.hparams import metadata
 
 import engine.evaluation
 import engine.metrics
-from configurator import Config
+from engine.config import Config
 from engine.device import gpu_peak, peak_flops
 from engine.metrics import Metrics, truncate_metrics
 

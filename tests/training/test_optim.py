@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from helpers import assert_rounds_alike
 
-from configurator import Config
+from engine.config import Config
 from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
 from engine.parallel.sharded import ShardedModel, load_biases
 from engine.parallel.tensor import sharded_dim

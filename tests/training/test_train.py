@@ -44,13 +44,14 @@ import model
 import ops
 import sample
 import train
-from configurator import Config, parse
+from configurator import parse
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
 from engine import compilation, device, evaluation, optim
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
+from engine.config import Config
 from engine.evaluation import Evaluation
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel

@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from configurator import Config, parse
+from configurator import parse
 from data.errors import require
 from data.objective import open_with_objective
+from engine.config import Config
 from engine.metrics import read_metrics
 from engine.plan import accounting
 from tools.child import WARMUP, words_of
