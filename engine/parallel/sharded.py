@@ -14,7 +14,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from engine.parallel.owners import Matrix, Part, cuts, differing, part_of, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, LoadBalance, Model, Normal, Stack
+from model import Block, Experts, LoadBalance, Model, Stack
 
 
 def local(x: Tensor) -> Tensor:
@@ -44,10 +43,6 @@ def local(x: Tensor) -> Tensor:
 def load_biases(model: nn.Module) -> set[nn.Parameter]:
     """The biases that balance the loads of experts. Their gradients are loads."""
     return {m.bias for m in model.modules() if isinstance(m, LoadBalance)}
-
-
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def all_reduce_gradients(params: Iterable[nn.Parameter], mesh: DeviceMesh, mean: bool = True):
@@ -73,13 +68,7 @@ class ShardedModel:
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
-        self.shapes = shapes_of(self.model)  # of the parameters in the whole model
-        self.drawn_shapes = self.shapes  # on which the numbers that are drawn depend; without padding for tp
-        if cfg.vocab_rows != cfg.vocab_size:
-            unpadded = copy(cfg)
-            unpadded.tp = 1
-            with torch.device("meta"):
-                self.drawn_shapes = shapes_of(Model(unpadded))
+        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}  # in the whole model
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True  # False in all stages of a pipeline but the last
@@ -177,14 +166,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
-        """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout; with
-        `names`, only those of these parameters."""
+        """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout: a
+        vocabulary's padding is rows behind the others. With `names`, draw only those of these parameters."""
         for name, p in self.model.named_parameters():
             if names is None or name in names:
                 mine, offsets, shape = self.part(name, p)
-                path, _, kind = name.rpartition(".")
-                if isinstance(self.model.get_submodule(path).initial[kind], Normal):
-                    shape = self.drawn_shapes[name]
                 device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
                 mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
 
