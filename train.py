@@ -97,7 +97,7 @@ def train(run: "Run"):
             run.save(bool(is_best))
             stopping = stopping or run.stop.drain()
         if stopping or run.step >= cfg.max_iters:
-            return run.end(stopping)
+            return run.metrics.end(run.checkpoints.outcome(stopping), stopping)
 
         lr = optim.learning_rate(run.step, cfg)
         run.profile.next()
@@ -213,7 +213,7 @@ class Run:
 
     def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:
         """Whether to save a checkpoint now, after an evaluation if `is_best` is not None."""
-        if self.step == self.checkpoints.last_queued_step and not is_best:  # it is saved already
+        if self.step == self.checkpoints.last_step and not is_best:  # it is saved already
             return False
         if stopping or self.step == 0:
             return stopping
@@ -273,11 +273,6 @@ class Run:
             self.metrics.log(self.step, mean, lr, grad_norm.item(), self.samples * self.cfg.block_size, progress)
             if self.ranks.first:
                 self.metrics.norms(self.step, self.sharded.norms())
-
-    def end(self, stopped: bool):
-        """Wait for the last checkpoint, and say how the run has ended, and what to type next."""
-        self.checkpoints.wait()
-        self.metrics.end(self.checkpoints.outcome(stopped), stopped)
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:

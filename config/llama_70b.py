@@ -24,7 +24,6 @@ gradient_accumulation_steps = 512  # 1024 sequences, 8,388,608 tokens a step
 parallel = "fsdp"
 tp = 4
 activation_checkpoint = "selective"
-async_checkpoint = True
 
 max_iters = 1788000
 learning_rate = 1.5e-4

@@ -37,7 +37,6 @@ class Config(ModelConfig):
     always_save_checkpoint: bool = True  # at every evaluation, not only at the end and if val loss improves
     save_interval: int = 0  # also save after this many steps, 0 = only at evaluations
     keep_last: int = 2  # [>0] how many of the newest checkpoints stay, besides the best one
-    async_checkpoint: bool = False  # write checkpoints while training goes on
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # project at Weights & Biases
     wandb_run_name: str = ""  # name of the run at Weights & Biases; empty = that of out_dir

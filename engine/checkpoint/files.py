@@ -37,22 +37,22 @@ say_once = cache(say)  # a start looks for its checkpoint several times
 
 def save(
     out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2,
-    best: bool = False, group: dist.ProcessGroup | None = None,
+    best: bool = False,
 ):  # fmt: skip
     """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`. Every rank calls it with
-    tensors by name, each a part or, equal on all ranks that have it, a whole one, and with a `group` for collectives.
-    Rank 0's `state`, see contents.STATE, is written. Of the steps up to this one, the newest `keep_last` stay, and
-    those that `latest` or `best` names. OSError on every rank if one cannot write; older checkpoints stay."""
+    tensors by name, each a part or, equal on all ranks that have it, a whole one. Rank 0's `state`, see contents.STATE,
+    is written. Of the steps up to this one, the newest `keep_last` stay, and those that `latest` or `best` names.
+    OSError on every rank if one cannot write; older checkpoints stay."""
     final = Path(out_dir) / f"step_{step:08d}"
     partial_step = final.with_name(f".tmp-{final.name}")
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     file = partial_step / f"rank_{rank}.safetensors"
     try:
-        together(lambda: is_first_rank() and _begin(partial_step), group)
-        mine = _share(parts, rank, group)
-        written = _gather(together(lambda: contents.write(file, mine), group), group)
-        together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best), group)
+        together(lambda: is_first_rank() and _begin(partial_step))
+        mine = _share(parts, rank)
+        written = of_all_ranks(together(lambda: contents.write(file, mine)))
+        together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best))
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
@@ -156,23 +156,14 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
     return shape
 
 
-def _share(parts: dict[str, Part], mine: int, group: dist.ProcessGroup | None) -> dict[str, Part]:
+def _share(parts: dict[str, Part], mine: int) -> dict[str, Part]:
     """Those of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
     holders = defaultdict(list)
-    for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()], group)):
+    for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()])):
         for part in held:
             holders[part].append(rank)
     turns = enumerate(holders.items())
     return {name: parts[name] for turn, ((name, _), ranks) in turns if ranks[turn % len(ranks)] == mine}
-
-
-def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks on the first rank, [] on the others. Every rank calls it."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size(group) if is_first_rank() else None
-    dist.gather_object(value, values, 0, group)
-    return values or []
 
 
 def _begin(partial_step: Path):

@@ -178,16 +178,16 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def of_all_ranks(value: Any, group: ProcessGroup | None = None) -> list:
-    """The values of all ranks of the group, for every rank."""
+def of_all_ranks(value: Any) -> list:
+    """The values of all ranks, for every rank."""
     values = [value]
     if dist.is_initialized():
-        values *= dist.get_world_size(group)
-        dist.all_gather_object(values, value, group)
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
     return values
 
 
-def together(action: Callable, group: ProcessGroup | None = None):
+def together(action: Callable):
     """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
     no rank waits for ever for another."""
     result = own = None
@@ -195,7 +195,7 @@ def together(action: Callable, group: ProcessGroup | None = None):
         result = action()
     except (OSError, ValueError) as error:
         own = error
-    for error in of_all_ranks(own, group):
+    for error in of_all_ranks(own):
         if error is not None:
             raise error
     return result

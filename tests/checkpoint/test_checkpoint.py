@@ -9,8 +9,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +20,6 @@ from safetensors.torch import load_file
 
 import train
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.saver import Checkpoints
-from engine.metrics import Silent
 from engine.parallel.owners import Part
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -49,12 +45,6 @@ def load(path, tensors):
 
 def index_of(path):
     return checkpoint.read_index(path, checkpoint.read_state(path))
-
-
-def checkpoints(out_dir, asynchronous, keep_last=2):
-    """As a run of one process makes it."""
-    cfg = SimpleNamespace(out_dir=out_dir, async_checkpoint=asynchronous, keep_last=keep_last)
-    return Checkpoints(cfg, SimpleNamespace(finish=lambda: None), Silent(), None, 1.5)
 
 
 @pytest.fixture
@@ -187,43 +177,13 @@ def test_damage_is_found_or_harmless(tmp_path, name):
     assert name in error(load, path, zeros(saved))
 
 
-def test_asynchronous_saves_write_the_same_files_later(tmp_path, tensors, monkeypatch):
-    checkpoints(tmp_path / "now", False).save(1, tensors, STATE, is_best=True)
-    save, may_write = checkpoint.save, threading.Event()
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments: may_write.wait(20) and save(*arguments))
-    later, live = checkpoints(tmp_path / "later", True), {n: t.detach().clone() for n, t in tensors.items()}
-    later.save(1, live, STATE, is_best=True)
-    for tensor in live.values():
-        tensor.zero_()
-    assert not (tmp_path / "later").exists()
-    assert (later.last_queued_step, later.last_written_step) == (1, None)
-    may_write.set()
-    later.wait()
-    assert later.last_written_step == 1 and names(tmp_path / "later") == ["best", "latest", step_name(1)]
-    first, second = (tmp_path / run / step_name(1) for run in ("now", "later"))
-    for file in first.iterdir():
-        assert file.read_bytes() == (second / file.name).read_bytes()
-
-    # The next one waits for the one under way, and its copies take the same memory.
-    memory = [copy.data_ptr() for copy in later.copies.values()]
-    may_write.clear()
-    later.save(2, live, STATE, is_best=False)
-    threading.Timer(0.3, may_write.set).start()
-    later.save(3, tensors, STATE, is_best=False)
-    assert (tmp_path / "later" / step_name(2)).exists()
-    later.wait()
-    assert memory == [copy.data_ptr() for copy in later.copies.values()]
-    assert holds(tmp_path / "later" / step_name(2), live) and holds(tmp_path / "later", tensors)
-
-
-@pytest.mark.parametrize("step,asynchronous", [(3, False), (4, True)])  # 3 is there, latest and best: it is replaced
-def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, asynchronous, monkeypatch):
+@pytest.mark.parametrize("step", [3, 4])  # 3 is there, latest and best: it is replaced
+def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that it wrote
 
-    def write(out_dir, step, value, keep_last, best=True):
-        saver = checkpoints(out_dir, asynchronous, keep_last)
-        saver.save(step, {"w": torch.full((50,), float(value))}, STATE | {"samples": value}, best)
-        saver.wait()
+    def write(out_dir, step, value, keep_last):
+        tensors = {"w": torch.full((50,), float(value))}
+        save(out_dir, step, tensors, {"samples": value}, keep_last=keep_last, best=True)
 
     for i in (2, 3):
         write(tmp_path / "before", i, i, keep_last=2)
@@ -345,7 +305,6 @@ OTHER_LAYOUTS = [[(0, 2)], [(1, 2)], [(None, 2)], [(0, 2), (0, 1)], [(1, 1), (0,
 
 
 def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path):
-    """In the background, while training goes on; runs in test_layouts.py save in the foreground."""
     cases = {"scalar": (torch.tensor(3.5), LAYOUTS["copies_copies"])}
     for (shape, whole), (name, layout) in itertools.product(WHOLE.items(), LAYOUTS.items()):
         if whole.dim() > 1 or "columns" not in name:
@@ -354,14 +313,9 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path):
     path = tmp_path / "run" / step_name(1)
 
     def write(rank):
-        saver = checkpoints(tmp_path / "run", True)
         tensors = {name: part(whole, layout, rank) for name, (whole, layout) in cases.items()}
         tensors |= {"plain": wholes["plain"].clone(), f"rng.{rank}": torch.full((2,), rank)}
-        saver.save(1, tensors, STATE, False)
-        for tensor in tensors.values():
-            getattr(tensor, "tensor", tensor).add_(1)
-            dist.all_reduce(torch.ones(1))
-        saver.wait()
+        save(tmp_path / "run", 1, tensors)
 
     def read(rank):
         right = []

@@ -20,7 +20,7 @@ from engine.parallel import connection
 def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):
     """The flags say init_from=scratch; the losses are those of one process that nobody disturbed."""
     flags = ["--max_iters=12", "--eval_interval=6", "--save_interval=3", IN_FLOAT64]
-    common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
+    common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
     said = launch(1, partial(torchrun, max_restarts=1), tmp_path, train_until, 8, signal.SIGKILL, [*common, *flags])
     assert said.count("step 0:") == 1 and said.count("parameters;") == 2, said
     undisturbed = losses(run(*flags, out="whole"))
@@ -86,7 +86,7 @@ def torchrun_train_and_fail(flags: list[str]):
 
 
 def test_a_rank_that_raises_takes_the_others_down_and_its_error_is_told_first_and_last(tiny_data, tmp_path):
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--async_checkpoint=True"]
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
     all_said = launch(1, torchrun_train_and_fail, tmp_path, [*flags, "--save_interval=1"])
     said, _, rest = all_said.partition("RuntimeError: planted failure")
     assert "SIGKILL" not in rest and "forcefully" not in rest  # which torchrun sends after 30 s

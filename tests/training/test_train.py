@@ -462,8 +462,7 @@ def test_a_signal_is_answered_at_once(monkeypatch, in_this_process, size):
 
 
 @pytest.mark.parametrize("failing, kept, best", [(4, [2], None), (8, [4, 6], 4)])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path, asynchronous, failing, kept, best):
+def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path, failing, kept, best):
     """The run stops with exit code 2 and one line. What was saved before stays, and resumes."""
     save, out = checkpoint.save, tmp_path / "full"
 
@@ -475,13 +474,13 @@ def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path,
     whole = losses(run(*flags, out="whole"))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", to_full_disk)
-        error = refused(lambda flags: run(*flags, out="full"), [*flags, f"--async_checkpoint={asynchronous}"], capsys)
+        error = refused(lambda flags: run(*flags, out="full"), flags, capsys)
     assert f"step_{failing:08d}: File too large; " in error and "--out_dir" in error
     assert sorted(path.name for path in out.glob("step_*")) == [f"step_{n:08d}" for n in kept]
     assert checkpoint.find(out).name == f"step_{kept[-1]:08d}"
     if best is not None:
         assert checkpoint.find(out, "best").name == f"step_{best:08d}"
-    run(*flags, "--init_from=resume", "--async_checkpoint=False", out="full")
+    run(*flags, "--init_from=resume", out="full")
     assert losses(out) == whole
 
 
