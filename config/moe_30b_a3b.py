@@ -1,5 +1,6 @@
 # Qwen3-30B-A3B's sizes (arXiv:2505.09388): 128 experts, of which a token reads 8, so 3.3 of 30.5 billion parameters.
 # On 64 GPUs: python train.py config/moe_30b_a3b.py --plan=True --world_size=64
+# Data: python data/text/prepare.py --input=hf:HuggingFaceFW/fineweb-edu:sample-10BT --out=fineweb_edu
 dataset = "fineweb_edu"
 out_dir = "out/moe_30b_a3b"
 

@@ -1,6 +1,6 @@
 """Prepares data sets of any size: reads documents as a stream, splits them by document, encodes them in threads.
 
-    main(__doc__, HERE)                      # the command of data/text; others have an input by default
+    main(__doc__, HERE)                      # the command of data/text; openwebtext has an input by default
 
 Documents are numbered over the sorted files, and a hash of the number decides whether a document validates. Results are
 written in the order of the documents, so neither the number of threads nor a restart changes a shard. Memory holds some

@@ -22,7 +22,7 @@ from data import command, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
 
-NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext", "fineweb_edu")
+NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext")
 
 
 @pytest.mark.parametrize("name, flags, words", [
