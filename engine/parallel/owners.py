@@ -5,7 +5,6 @@ owners.on_full({p: update, ...}, change)    # change(full updates of the matrice
 """
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache
 from itertools import chain
@@ -56,31 +55,6 @@ def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -
     if ep > 1:
         found.append((ep, 0))
     return (*found, (tp, tp_dim))
-
-
-def part_of(cuts: Cuts, rank: int) -> tuple[int, ...]:
-    """The part of a parameter with these cuts that a rank of all stages holds: equal for ranks that have copies."""
-    part = []
-    for n, dim in reversed(cuts):
-        rank, i = divmod(rank, n)
-        if dim is not None:
-            part.append(i)
-    return rank, *part
-
-
-def differing(sums: list[dict[Hashable, int]]) -> dict[int, int]:
-    """Each rank that has another copy of a part of the model than most ranks -> a rank that has the usual one. `sums`
-    has for each rank the parts that it holds -> a number that is the same for equal copies."""
-    copies = defaultdict(dict)  # of each part: rank -> number
-    for rank, found in enumerate(sums):
-        for part, total in found.items():
-            copies[part][rank] = total
-    unequal = {}
-    for found in copies.values():
-        [(usual, _)] = Counter(found.values()).most_common(1)
-        other = next(rank for rank, total in found.items() if total == usual)
-        unequal |= {rank: other for rank, total in found.items() if total != usual}
-    return unequal
 
 
 @cache

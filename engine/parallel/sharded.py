@@ -28,7 +28,7 @@ from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
-from engine.parallel.owners import Matrix, Part, cuts, differing, part_of, place
+from engine.parallel.owners import Matrix, Part, cuts, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
@@ -305,19 +305,27 @@ class ShardedModel:
 
     @torch.no_grad()
     def unequal_copies(self) -> str:
-        """An error if ranks that hold copies of the same parameters have different ones, otherwise "". Every rank calls
-        it, and sends the sums of its parameters' bits."""
-        sums = defaultdict(int)  # kind of share -> the sum of the bits of the parameters that ranks share so
+        """An error if ranks that hold copies of the same part of a parameter have different ones, otherwise "". Every
+        rank calls it, and sends the sums of its parts' bits."""
+        parts = []
+        sums = []
         for name, p in self.model.named_parameters():
-            sums[self.shares[name]] += local(p).view(torch.int32).sum(dtype=torch.int64)
-        mine = {(kind, part_of(kind, self.ranks.rank)): int(total) for kind, total in sums.items()}
-        unequal = differing(of_all_ranks(mine))
-        if not unequal:
-            return ""
-        named = ", ".join(f"those of rank {rank} from those of rank {other}" for rank, other in unequal.items())
-        remedy = "go on from the last checkpoint with --init_from=resume"
-        again = "if they differ again, replace the machines of these ranks"
-        return f"copies of parameters differ: {named}; {remedy}, and {again}"
+            part = self.part(name, p)
+            other_end = name in self.counted_elsewhere  # whose ranks may add gradients in another order
+            parts.append((name, other_end, part.offsets, part.tensor.shape))
+            sums.append(part.tensor.view(torch.int32).sum(dtype=torch.int64))
+        mine = dict(zip(parts, torch.stack(sums).tolist(), strict=True))
+        copies = defaultdict(lambda: defaultdict(list))  # part -> sum -> ranks
+        for rank, found in enumerate(of_all_ranks(mine)):
+            for part, total in found.items():
+                copies[part][total].append(rank)
+        for (name, *_), ranks in copies.items():
+            if len(ranks) > 1:
+                few, *_, most = sorted(ranks.values(), key=len)
+                fact = f"copies of {name} differ: those of ranks {few} from that of rank {most[0]}"
+                remedy = "go on from the last checkpoint with --init_from=resume"
+                return f"{fact}; {remedy}, and if they differ again, replace the machines of these ranks"
+        return ""
 
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""
