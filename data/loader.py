@@ -119,8 +119,7 @@ def _batch(
     """Reads the windows and applies the objective with the keys. The batch is in host memory, pinned for a GPU, in new
     buffers, because autograd may still use the last one. (PyTorch's pinned allocator reuses a block only after all
     copies from it have ended.) ValueError for an id outside the vocabulary."""
-    pinned = device.type == "cuda"
-    buffer = torch.zeros(len(windows), objective.window, dtype=torch.int64, pin_memory=pinned)
+    buffer = torch.zeros(len(windows), objective.window, dtype=torch.int64)
     bounds = window_bounds(stream, objective.block_size, windows)
     read_windows(stream, bounds, buffer.numpy())
     if stream.packs is not None:
@@ -131,9 +130,10 @@ def _batch(
         fact = f"{stream.name} has token id {largest}, and its vocabulary is {stream.vocab_size}"
         raise ValueError(f"{fact}; set vocab_size in meta.json, or find a changed file with --verify_data=True")
     batch = objective(buffer, keys)
-    if pinned:
+    if device.type == "cuda":
         batch |= document_starts(batch)
-        return {name: tensor.pin_memory() for name, tensor in batch.items()}
+        # Contiguous, because the host would wait for the copy of a strided tensor
+        return {name: tensor.contiguous().pin_memory() for name, tensor in batch.items()}
     return batch
 
 
@@ -154,12 +154,8 @@ def read_windows(stream: TokenStream, bounds: np.ndarray, out: np.ndarray) -> No
 
 
 def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies a batch to `device`. `text` (B, n+1) becomes its two views idx and targets, (B, n), not contiguous."""
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    if "text" in batch:
-        text = batch.pop("text")
-        batch |= {"idx": text[:, :-1], "targets": text[:, 1:]}
-    return batch
+    """Copies a batch to `device`, if it is not there."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 class Loader(Iterator):

@@ -6,8 +6,7 @@
     batch = PAIRS["causal"](...)(window, marks)                  # of pairs: both (B, n) int64, see pairs.py
 
 A batch holds arguments of Model.forward, by name: idx and targets; docs with doc_mask; source and source_docs for
-seq2seq. If the targets are idx shifted by one token, the batch has a single tensor `text` (B, n+1) in their place. The
-loader copies it to the device and takes the two views there.
+seq2seq. Where the targets are idx shifted by one token, both are views of one tensor.
 
 The corruption of a window is a pure function of its key, so a resume needs no saved state. The document number of a
 token is the count of end-of-text tokens up to and including it: end-of-text begins the document that follows.
@@ -84,7 +83,7 @@ class Causal(Objective):
     even = True
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
-        batch = {"text": window}
+        batch = {"idx": window[:, :-1], "targets": window[:, 1:]}
         if self.doc_mask:
             batch["docs"] = torch.from_numpy(self.documents(window.numpy()[:, :-1]))
         return batch
@@ -169,7 +168,7 @@ class Seq2Seq(Objective):
         answer[sentinels] = np.tile(V + np.arange(k + 1), B)
         answer[~sentinels] = text[in_span]
 
-        batch = {"text": answer, "source": source}
+        batch = {"idx": answer[:, :-1], "targets": answer[:, 1:], "source": source}
         if self.doc_mask:
             number = self.documents(text)
             batch["docs"] = np.repeat(number[first], spans.ravel() + 1).reshape(B, m + k)

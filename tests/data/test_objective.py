@@ -46,10 +46,6 @@ def test_a_batch_is_the_oracles(name, doc_mask, T, B, ratio, span_length, eot_sh
     objective = OBJECTIVE[name](V, 0, T, doc_mask, ratio, span_length)
     batch = objective(window, keys)
     assert torch.equal(window, before) and all(tensor.dtype == torch.int64 for tensor in batch.values())
-    if name != "masked":
-        text = batch.pop("text")
-        assert text is window or name == "seq2seq"  # no copy
-        batch |= {"idx": text[:, :-1], "targets": text[:, 1:]}
     f = SimpleNamespace(own_vocab=V, eot=0, doc_mask=True, block_size=T, corrupt_ratio=ratio, span_length=span_length)
     rows = [getattr(oracle, name)(f, row, int(key)) for row, key in zip(window.tolist(), keys, strict=True)]
     wanted = rows[0].keys()
@@ -98,8 +94,7 @@ def test_a_packed_document_is_as_if_alone(name, pos):
     window[0, [5, 14]] = window[1, [0, 1, 12]] = 0  # the first row begins inside a document
     objective = OBJECTIVE[name](V, 0, 24, True, 0.5, 2)
     batch = objective(window, KEYS[:2])
-    idx = batch["text"][:, :-1] if "text" in batch else batch["idx"]
-    docs, source, source_docs = batch["docs"], batch.get("source"), batch.get("source_docs")
+    idx, docs, source, source_docs = batch["idx"], batch["docs"], batch.get("source"), batch.get("source_docs")
     assert all(len(set(row)) > 1 for row in docs.tolist())  # for seq2seq, the documents with a span
 
     def model(**flags) -> Model:
