@@ -2,7 +2,7 @@
 
 weights = read_hf("DIR")                        # config.json and safetensors; or the name of a model on the hub
 cfg = ModelConfig(**weights.flags)
-weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its file is read only now
+weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its numbers are read only now
 export("out/mine", "DIR")                       # a training run -> a folder for AutoModelForCausalLM
 """
 
@@ -10,12 +10,9 @@ import json
 import os
 import re
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +30,9 @@ from engine.interchange.families import FAMILIES, choose
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
-AGAIN = "download the folder again, or write it with transformers' save_pretrained"
-DTYPES = ("F32", "BF16", "F16")  # names of safetensors
+AGAIN = "download all files of the folder again, or write it with transformers' save_pretrained"
+OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?[.]safetensors")  # names of files
 BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
-SHARD_BYTES = 5 * 10**9  # of a file of weights, as in transformers; the last tensor may go beyond
 ROOT = Path(__file__).parents[2]
 CODE = (ROOT / "model.py", ROOT / "ops.py", ROOT / "flags.py", Path(__file__).with_name("modeling_superblock.py"))
 
@@ -93,20 +89,13 @@ def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tens
 # Reading
 
 
-class Stored(NamedTuple):
-    """A tensor in a file."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-
 class Pretrained(Mapping[str, Tensor]):
-    """Weights by our names, in float32; a tensor is read when it is asked for. `flags` are our flags for the family's
+    """Weights by our names, in float32; a tensor is made when it is asked for. `flags` are our flags for the family's
     keys in `config`, and `stored` are their tensors by name. Errors begin with the `place` and end with the `remedy`;
     one is raised at once if a tensor is absent, has another shape, or is one too many."""
 
     def __init__(
-        self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Stored], remedy=AGAIN
+        self, place: str | Path, family: Family, config: dict, flags: dict, stored: dict[str, Tensor], remedy=AGAIN
     ):
         self.place, self.remedy = place, remedy
         self.family, self.config, self.flags = family, config, flags
@@ -129,7 +118,7 @@ class Pretrained(Mapping[str, Tensor]):
             expected |= {each: tuple(x.shape) for each, x in theirs.items()}
         for name, shape in expected.items():
             self._require(name in stored, f"{name} is absent, and should have the shape {shape}")
-            found = stored[name].shape
+            found = tuple(stored[name].shape)
             self._require(found == shape, f"{name} is {found}, and should be {shape}")
         for name in sorted(stored.keys() - expected.keys()):
             self._require(BUFFERS.fullmatch(name), f"{name!r:.80} is no weight of a model with these flags")
@@ -156,7 +145,7 @@ class Pretrained(Mapping[str, Tensor]):
         require(condition, f"{self.place}: {fact}; {self.remedy}")
 
     def _tensor(self, name: str) -> Tensor:
-        x = self.stored[name].read().float()
+        x = self.stored[name].detach().float()
         self._require(finite(x), f"{name} holds numbers that are not finite")
         return x
 
@@ -208,40 +197,26 @@ def read_json(file: Path) -> dict:
         raise ValueError(f"{file} holds no JSON object ({error}); {AGAIN}") from None
 
 
-def open_files(folder: Path) -> dict[str, Stored]:
-    """The tensors in the safetensors files of the folder, by name. The headers of the files are read and checked."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return open_file(single)
-    if not index.is_file():
-        remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
-        raise ValueError(f"{folder} has no model.safetensors (pickles are not read); {remedy}")
-    table = read_json(index).get("weight_map")
-    require(type(table) is dict and table, f"{index} has no weight_map; {AGAIN}")
-    out = {}
-    for file in dict.fromkeys(map(str, table.values())):
-        plain = re.fullmatch(r"[\w-][\w.-]*[.]safetensors", file) and (folder / file).is_file()
-        require(plain, f"{index} names {file!r:.80}, which is no safetensors file of its folder; {AGAIN}")
-        out |= open_file(folder / file)
-    return out
-
-
-def open_file(file: Path) -> dict[str, Stored]:
+def open_files(folder: Path) -> dict[str, Tensor]:
+    """The tensors in the safetensors files of the folder, by name. The files are mapped: numbers are read when they are
+    used."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with open(file, "rb", opener=files.open_regular):
-            opened = safe_open(file, framework="pt")
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0][:100]}); {AGAIN}") from None
-    out = {}
-    for name in opened.keys():
-        entry = opened.get_slice(name)
-        known = entry.get_dtype() in DTYPES or BUFFERS.fullmatch(name)
-        fact = f"{file}: {name!r:.80} has the dtype {entry.get_dtype()}, not {', '.join(DTYPES)}"
-        require(known, f"{fact}; load the model with dtype=torch.bfloat16 and save_pretrained it")
-        out[name] = Stored(tuple(entry.get_shape()), partial(opened.get_tensor, name))
-    return out
+    remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
+    paths = sorted(path for path in folder.iterdir() if OF_WEIGHTS.fullmatch(path.name))
+    require(paths, f"{folder} has no model.safetensors (pickles are not read); {remedy}")
+    found = {}
+    for path in paths:
+        try:
+            with open(path, "rb", opener=files.open_regular):
+                opened = safe_open(path, framework="pt")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({str(error).splitlines()[0][:100]}); {AGAIN}") from None
+        for name in tensors:
+            require(name not in found, f"{path}: another file has {name!r:.80} too; {AGAIN}")
+        found |= tensors
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,9 +227,9 @@ def write_hf(
     folder: Path, cfg: ModelConfig, weight: Callable, dtype: torch.dtype, tokenizer: Tokenizer | None,
     remote_code: bool = False,
 ):  # fmt: skip
-    """Write config.json, generation_config.json and the weights of a model with these flags into the folder; the memory
-    holds one file of weights at a time. weight(name) is our parameter, or None for a bias that only the family has,
-    which is then 0. ValueError if no family has the flags and keeps the tokenizer's ids."""
+    """Write config.json, generation_config.json and model.safetensors of a model with these flags into the folder.
+    weight(name) is our parameter, or None for a bias that only the family has, which is then 0. ValueError if no family
+    has the flags and keeps the tokenizer's ids."""
     family, kind = OWN, "superblock"
     if not remote_code:
         family, kind, cfg = choose(cfg, tokenizer)
@@ -272,37 +247,16 @@ def write_hf(
             code = re.sub(r"(?m)^import (ops|flags)$", r"from . import \1", path.read_text(encoding="utf-8"))
             code = re.sub(r"(?m)^from (ops|flags) import", r"from .\1 import", code)  # they are a package there
             (folder / path.name).write_text(code, encoding="utf-8")
-    shapes = shapes_of(cfg)
-
-    def theirs(name: str) -> dict[str, Tensor]:
+    parts = {}
+    for name, shape in shapes_of(cfg).items():
         x = weight(name)
         if x is None:
-            x = torch.zeros(shapes[name])
-        return to_theirs(family, cfg, config, name, x)
-
-    write_weights(folder, shapes, theirs, dtype)
-
-
-def write_weights(folder: Path, shapes: dict[str, torch.Size], theirs: Callable, dtype: torch.dtype):
-    """Write theirs(name) -> {their name: tensor} of all our names into files of safetensors."""
-    groups, total, table = defaultdict(list), 0, {}
-    for name, shape in shapes.items():
-        groups[total // SHARD_BYTES].append(name)
-        total += shape.numel() * dtype.itemsize
-    for i, names in enumerate(groups.values(), 1):
-        file = "model.safetensors"
-        if len(groups) > 1:
-            file = f"model-{i:05}-of-{len(groups):05}.safetensors"
-        tensors = {}
-        for name in names:
-            for each, x in theirs(name).items():
-                tensors[each] = contents.own_part(x.to(dtype))
-                fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
-                require(finite(tensors[each].tensor), f"{fact}; export with --dtype=float32")
-        table |= dict.fromkeys(tensors, file)
-        contents.write(folder / file, tensors, {"format": "pt"})
-    if len(groups) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
+            x = torch.zeros(shape)
+        for each, theirs in to_theirs(family, cfg, config, name, x).items():
+            parts[each] = contents.own_part(theirs.to(dtype))
+            fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
+            require(finite(parts[each].tensor), f"{fact}; export with --dtype=float32")
+    contents.write(folder / "model.safetensors", parts, {"format": "pt"})
 
 
 def write_json(file: Path, value: dict):

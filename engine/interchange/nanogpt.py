@@ -12,7 +12,7 @@ from torch import Tensor
 from configurator import convert
 from data.errors import require
 from engine.interchange.families import FAMILIES, TRANSPOSE
-from engine.interchange.huggingface import Pretrained, Stored
+from engine.interchange.huggingface import Pretrained
 from model import ModelConfig, try_flags
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
@@ -58,8 +58,7 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
         try_flags(ModelConfig(**flags))
     except ValueError as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from None
-    stored = {name: Stored(tuple(x.shape), x.detach) for name, x in state.items()}
-    return flags, dict(Pretrained(place, NANOGPT, {}, flags, stored, REMEDY))
+    return flags, dict(Pretrained(place, NANOGPT, {}, flags, state, REMEDY))
 
 
 def dense(x: object) -> bool:
