@@ -68,6 +68,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "fsdp_offload": False,
     "on_save_error": "stop",
     "async_checkpoint": False,
+    "which": "latest",
 }
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints

@@ -65,7 +65,7 @@ class EvaluateConfig(Flags):
     """The flags of evaluate.py. ValueError names the flag, its value and the remedy."""
 
     # --- model
-    out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
+    out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     # --- text
     dataset: str = ""  # [file=''] folder under data/, a path or a mixture; empty = the model's own
     split: Literal["val", "train"] = "val"  # [file=''] part of the data set

@@ -62,7 +62,7 @@ class SampleConfig(Flags):
     """The flags of sample.py. ValueError names the flag, its value and the remedy."""
 
     # --- sample
-    out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
+    out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
     blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
     num_samples: int = 1  # [>0] samples of the same prompt, generated in one batch

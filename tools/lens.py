@@ -43,7 +43,7 @@ class LensConfig(Flags):
     """The flags of lens.py. ValueError names the flag, its value and the remedy."""
 
     # --- lens
-    out_dir: str = "out"  # the model: a training run, one of its checkpoints, ema:RUN, nanogpt:FILE or hf:DIR
+    out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     start: str = ""  # the text that the model reads, or FILE:path
     source: str = ""  # the text that the encoder of a seq2seq model reads
     layer: int = 0  # the layer of the head, counted from 0

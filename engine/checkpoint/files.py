@@ -62,26 +62,27 @@ def save(
         raise OSError(f"{fact}; {remedy}") from error
 
 
-def find(where: str | Path, which: str = "latest") -> Path:
-    """The step directory that the file `which` ("latest" or "best") in `where` names, or `where` if it is one itself.
-    If the user has deleted the step of `latest`, it is the newest one that exists. Raises FileNotFoundError."""
+def find(where: str | Path) -> Path:
+    """`where` if it is a step directory; otherwise the one that this file, RUN/latest or RUN/best, names, and in the
+    folder of a run its file `latest`. If the user has deleted the step of `latest`, it is the newest one that exists.
+    Raises FileNotFoundError."""
     where = Path(os.path.expanduser(where))
-    if not where.is_dir():
-        raise FileNotFoundError(f"no directory {where}; give the out_dir of a run, or one of its checkpoints")
     if (where / "state.json").is_file():
-        require(which == "latest", f"--which={which} needs a run, and {where} is one checkpoint; leave it out")
         return where
-    pointer = where / which
+    pointer = where / "latest" if where.is_dir() else where
+    run = pointer.parent
+    if pointer.name not in ("latest", "best") or not run.is_dir():
+        raise FileNotFoundError(f"no directory {where}; give the out_dir of a run, or one of its checkpoints")
     for _ in range(3):  # a run that saves may write another name meanwhile
         name = named_by(pointer)
-        for found in (where / name, where / f"{name}.old"):  # .old: a process was killed while it replaced this step
+        for found in (run / name, run / f"{name}.old"):  # .old: a process was killed while it replaced this step
             if STEP.fullmatch(name) and found.is_dir():
                 return found
-    steps = steps_in(where)
+    steps = steps_in(run)
     if not steps:
-        raise FileNotFoundError(f"no checkpoint in {where}; train with this --out_dir first, without --init_from")
-    if which != "latest":
-        raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest, or give its directory: {steps[-1]}")
+        raise FileNotFoundError(f"no checkpoint in {run}; train with this --out_dir first, without --init_from")
+    if pointer.name == "best":
+        raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest one, {steps[-1]}")
     say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
     return steps[-1]
 
@@ -93,13 +94,13 @@ def named_by(pointer: Path) -> str:
     return read_file(pointer, LARGEST_NAME).decode(errors="replace").strip()
 
 
-def read(where: str | Path, action: Callable[[Path, dict], T], which: str = "latest") -> T:
-    """action(path, state), where path = find(where, which) and state = read_state(path). Every rank calls it, and all
-    ranks read the path that the first rank finds. What looks damaged is looked for and read once more, because the run
-    may have deleted or replaced it meanwhile. Raises Damaged, or OSError if each one was deleted before it was read."""
+def read(where: str | Path, action: Callable[[Path, dict], T]) -> T:
+    """action(path, state), where path = find(where) and state = read_state(path). Every rank calls it, and all ranks
+    read the path that the first rank finds. What looks damaged is looked for and read once more, because the run may
+    have deleted or replaced it meanwhile. Raises Damaged, or OSError if each one was deleted before it was read."""
     failed = None
     for _ in range(TRIES):
-        path = of_first_rank(partial(find, where, which))
+        path = of_first_rank(partial(find, where))
         try:
             return action(path, together(partial(read_state, path)))
         except Damaged:

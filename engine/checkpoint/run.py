@@ -49,7 +49,7 @@ def check_out_dir(cfg):
         return
     folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
-    if (folder / "state.json").exists():
+    if folder.is_file() or (folder / "state.json").exists():
         remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
     if cfg.init_from == "resume" or not (folder / "latest").exists():

@@ -1,6 +1,7 @@
 """Finds the weights of a trained model: a checkpoint of ours, nanoGPT's file, or a folder of Hugging Face.
 
-    read("out/pycode", action)              # the latest checkpoint of this run; or out/pycode/step_00000450
+    read("out/pycode", action)              # the latest checkpoint of this run
+    read("out/pycode/best", action)         # the one with the lowest validation loss; or out/pycode/step_00000450
     read("checkpoint:out/pycode", action)   # the same
     read("ema:out/pycode", action)          # the average of its weights, see the flag ema_decay
     read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote

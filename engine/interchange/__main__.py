@@ -1,10 +1,10 @@
 """Writes the weights of a training run for transformers.
 
-    python -m engine.interchange export RUN DIR [--dtype=bfloat16] [--which=best] [--remote_code=True]
+    python -m engine.interchange export RUN DIR [--dtype=bfloat16] [--remote_code=True]
 
-RUN is a training run or one of its checkpoints, and DIR the folder to write, which AutoModelForCausalLM loads. The
-family is the first in families.py that has the run's flags. With --remote_code=True, our own model.py is the
-architecture.
+RUN is a training run, its best checkpoint RUN/best, or another one of them, and DIR the folder to write, which
+AutoModelForCausalLM loads. The family is the first in families.py that has the run's flags. With --remote_code=True,
+our own model.py is the architecture.
 """
 
 import signal
@@ -22,7 +22,6 @@ class ExportConfig:
 
     # --- weights
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the written weights
-    which: Literal["latest", "best"] = "latest"  # which checkpoint of the run
     remote_code: bool = False  # write our own model.py as the architecture
 
 
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None):
         fits = len(words) == 3 and words[0] == "export"
         require(fits, f"expected export RUN DIR, not {' '.join(words) or 'nothing'}; --help says what they are")
         _, run, folder = words
-        path = export(run, folder, options.dtype, options.which, options.remote_code)
+        path = export(run, folder, options.dtype, options.remote_code)
         print(f"{printable(folder)}: the weights of {printable(path)}")
 
 

@@ -263,7 +263,7 @@ def write_json(file: Path, value: dict):
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def export(run: str, where: str, dtype: str = "float32", which: str = "latest", remote_code: bool = False) -> Path:
+def export(run: str, where: str, dtype: str = "float32", remote_code: bool = False) -> Path:
     """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
     folder = Path(os.path.expanduser(where)).absolute()
     require(not os.path.lexists(folder), f"{where} is there already; delete it, or name another folder")
@@ -277,7 +277,7 @@ def export(run: str, where: str, dtype: str = "float32", which: str = "latest", 
             write_checkpoint(path, state, average, unfinished, getattr(torch, dtype), remote_code)
             return path
 
-        path = checkpoint.read(run.removeprefix("ema:"), build, which)
+        path = checkpoint.read(run.removeprefix("ema:"), build)
         require(not folder.exists(), f"{where} was written by another program meanwhile; name another folder")
         unfinished.rename(folder)
     return path

@@ -132,7 +132,7 @@ def test_pointers_and_pruning(tmp_path):
     assert steps(60, keep_last=1) == [50, 60]
     assert steps(55, keep_last=1) == [50, 55, 60]  # rewound to 50: 60 stays until it is written again
     assert checkpoint.find(tmp_path).name == step_name(55)
-    assert checkpoint.find(tmp_path, "best").name == step_name(50)
+    assert checkpoint.find(tmp_path / "best").name == step_name(50)
     assert steps(60, keep_last=1) == [50, 60]
     assert checkpoint.find(tmp_path / step_name(50)) == tmp_path / step_name(50)
     assert names(tmp_path) == ["best", "latest", step_name(50), step_name(60)]
@@ -143,7 +143,7 @@ def test_pointers_and_pruning(tmp_path):
 
 def test_what_is_missing_or_wrong_is_named(tmp_path, tensors):
     first, second = (save(tmp_path, step, tensors) for step in (1, 2))
-    assert str(second) in error(checkpoint.find, tmp_path, "best", kind=FileNotFoundError)
+    assert str(second) in error(checkpoint.find, tmp_path / "best", kind=FileNotFoundError)
     second.rename(tmp_path / "aside")
     assert checkpoint.find(tmp_path) == first
     text = error(checkpoint.read_state, second)
@@ -192,7 +192,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, monkeyp
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "before", tmp_path / "run")
         begun = changes_until_killed(lambda: write(tmp_path / "run", step, 9, keep_last=1), operation)
-        kept.append([value_of(checkpoint.find(tmp_path / "run", which)) for which in ("latest", "best")])
+        kept.append([value_of(checkpoint.find(tmp_path / "run" / which)) for which in ("latest", "best")])
         for path in (tmp_path / "run").glob("step_????????"):
             value_of(path)
         write(tmp_path / "run", 5, 5, keep_last=1)

@@ -42,7 +42,7 @@ def check(out: Path):
     lines = metrics(out) if (out / "metrics.jsonl").exists() else []
     saved = max([0, *(line["step"] for line in lines if line["kind"] == "train")]) // 3 * 3
     for pointer in ["latest"] * (saved > 0) + ["best"] * (out / "best").exists():
-        assert checkpoint.step_of(checkpoint.find(out, pointer)) >= (saved if pointer == "latest" else 0)
+        assert checkpoint.step_of(checkpoint.find(out / pointer)) >= (saved if pointer == "latest" else 0)
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--init_from=resume --out_dir=TRAINED --doc_mask=True", ["doc_mask=True", "False"]),
     ("--init_from=resume --out_dir=TRAINED --objective=masked", ["objective=masked", "no room", "objective, "]),
     ("--init_from=resume --out_dir=TRAINED/step_00000002", ["is one checkpoint"]),
+    ("--init_from=resume --out_dir=TRAINED/best", ["is one checkpoint"]),
     ("--out_dir=TRAINED --dataset=pycodee", ["pycodee"]),  # which is to be mended first
 ]
 TRAIN_FLAGS += [("--device=cuda", ["--device=auto"])] * (not torch.cuda.is_available())

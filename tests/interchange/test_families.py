@@ -357,7 +357,7 @@ def test_training_starts_from_hugging_face(run, many, tiny_data, tmp_path):
 
 
 def test_export_of_a_run(trained, tmp_path, capsys):
-    export(trained, tmp_path / "out", "--dtype=bfloat16", "--which=best")
+    export(trained / "best", tmp_path / "out", "--dtype=bfloat16")
     assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
     export(trained, tmp_path / "exact")
     model = load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))[1]
@@ -458,7 +458,8 @@ def test_a_refused_export_leaves_nothing(trained, tmp_path, monkeypatch, capsys)
         (trained, "", [], "is there already"),
         (trained, tmp_path / "link", [], "is there already"),
         (tmp_path, tmp_path / "new", [], "no checkpoint in"),
-        (step, tmp_path / "new", ["--which=best"], "is one checkpoint; leave it out"),
+        (step / "best", tmp_path / "new", [], "no checkpoint in"),
+        (trained, tmp_path / "new", ["--which=best"], "which=best (command line): this flag was retired"),
         (trained, tmp_path / "no" / "out", [], f"there is no folder {tmp_path}/no; make it"),
     ):
         refused(commands.main, ["export", run, where, *flags], capsys, [words])

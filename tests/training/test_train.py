@@ -479,7 +479,7 @@ def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path,
     assert sorted(path.name for path in out.glob("step_*")) == [f"step_{n:08d}" for n in kept]
     assert checkpoint.find(out).name == f"step_{kept[-1]:08d}"
     if best is not None:
-        assert checkpoint.find(out, "best").name == f"step_{best:08d}"
+        assert checkpoint.find(out / "best").name == f"step_{best:08d}"
     run(*flags, "--init_from=resume", out="full")
     assert losses(out) == whole
 
