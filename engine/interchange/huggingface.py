@@ -3,13 +3,12 @@
 weights = read_hf("DIR")                        # config.json and safetensors; or the name of a model on the hub
 cfg = ModelConfig(**weights.flags)
 weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its numbers are read only now
-export("out/mine", "DIR")                       # a training run -> a folder for AutoModelForCausalLM
+write_hf(folder, cfg, parameters.get, ...)      # a folder for AutoModelForCausalLM
 """
 
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +20,9 @@ from configurator import resolve
 from data import files
 from data.base_tokenizer import Tokenizer
 from data.errors import require
-from data.tokenizer import from_spec
 from engine.checkpoint import contents
-from engine.checkpoint import files as checkpoint
-from engine.config import Config
 from engine.interchange.config import Family
 from engine.interchange.families import FAMILIES, choose
-from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 
 AGAIN = "download all files of the folder again, or write it with transformers' save_pretrained"
@@ -45,7 +40,7 @@ class Own(Family):
 
     def flags(self, config: dict) -> dict:
         require(type(config.get("flags")) is dict, f"there are no flags of a superblock; {AGAIN}")
-        return model_flags(config["flags"], "config.json")
+        return asdict(resolve(ModelConfig, {}, config["flags"], "config.json"))
 
     def config(self, cfg: ModelConfig) -> dict:
         fact = f"objective={cfg.objective} cannot be exported"
@@ -59,12 +54,6 @@ class Own(Family):
 
 
 OWN = Own("SuperblockForCausalLM", {}, {}, {}, layers="model.")
-
-
-def model_flags(stored: dict, origin: str) -> dict:
-    """The flags of ModelConfig in the stored flags of a run. ValueError names a wrong one and the origin."""
-    cfg = resolve(Config, {}, stored, origin)
-    return {name: getattr(cfg, name) for name in ModelConfig.__dataclass_fields__}
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
@@ -261,43 +250,3 @@ def write_hf(
 
 def write_json(file: Path, value: dict):
     file.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def export(run: str, where: str, dtype: str = "float32", remote_code: bool = False) -> Path:
-    """Write a training run's weights and tokenizer as a Hugging Face model; returns the checkpoint's path."""
-    folder = Path(os.path.expanduser(where)).absolute()
-    require(not os.path.lexists(folder), f"{where} is there already; delete it, or name another folder")
-    require(folder.parent.is_dir(), f"{where}: there is no folder {folder.parent}; make it, or name another one")
-    average = run.startswith("ema:")
-    with files.writing(folder), tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as private:
-        unfinished = Path(private, folder.name)
-        unfinished.mkdir()
-
-        def build(path: Path, state: dict) -> Path:
-            write_checkpoint(path, state, average, unfinished, getattr(torch, dtype), remote_code)
-            return path
-
-        path = checkpoint.read(run.removeprefix("ema:"), build)
-        require(not folder.exists(), f"{where} was written by another program meanwhile; name another folder")
-        unfinished.rename(folder)
-    return path
-
-
-def write_checkpoint(path: Path, state: dict, average: bool, folder: Path, dtype: torch.dtype, remote_code: bool):
-    """Write the checkpoint with this state, or the average of its weights, into the folder."""
-    cfg = ModelConfig(**model_flags(state["flags"], str(path)))
-    tokenizer = state["tokenizer"] and from_spec(state["tokenizer"], path, "train again")
-    shapes, index = shapes_of(cfg), checkpoint.read_index(path, state, average)
-
-    def weight(name: str) -> Tensor | None:
-        if name not in shapes:
-            return None
-        x = torch.empty(shapes[name])
-        checkpoint.load(path, {f"model.{name}": x}, index, cfg.vocab_size)  # without the padding that tp needed
-        return x
-
-    write_hf(folder, cfg, weight, dtype, tokenizer, remote_code)
-    if tokenizer:
-        export_tokenizer(tokenizer, folder)
-    for written in (*folder.iterdir(), folder):
-        files.fsync(written)

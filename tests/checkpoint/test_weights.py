@@ -16,7 +16,7 @@ from data.tokenizer import CharTokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.config import Config
-from engine.interchange.huggingface import export
+from engine.interchange.__main__ import ExportConfig, export
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model
@@ -83,7 +83,7 @@ def test_the_average_of_the_weights(run, many, tmp_path):
             torch.testing.assert_close(found[name], average[name], rtol=1e-9, atol=1e-12, msg=f"{out}: {name}")
     torch.set_default_dtype(torch.float32)
     run("--max_iters=1", "--ema_decay=0.8", out="narrow")
-    export(f"ema:{tmp_path / 'narrow'}", str(tmp_path / "exported"), remote_code=True)
+    export(f"ema:{tmp_path / 'narrow'}", str(tmp_path / "exported"), ExportConfig(remote_code=True))
     starts = (f"ema:{tmp_path / 'narrow'}", f"hf:{tmp_path / 'exported'}")
     first, second = (losses(run(*SHORT, f"--init_from={x}", out=f"from {x[:3]}")) for x in starts)
     assert first == second
@@ -151,7 +151,7 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     write_text(tmp_path / "chars", CharTokenizer(text), text)
     new = [f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     start = [*new, f"--init_from=checkpoint:{source}"]
-    export(str(source), str(tmp_path / "exported"), remote_code=True)
+    export(str(source), str(tmp_path / "exported"), ExportConfig(remote_code=True))
     resumed = ["--init_from=resume", f"--out_dir={source}"]
     for other in ([start[-1]], [f"--init_from=hf:{tmp_path / 'exported'}"], resumed):
         line = refused(train.main, [*new, *other, f"--dataset={tmp_path / 'chars'}"], capsys)

@@ -370,6 +370,9 @@ def test_export_of_a_run(trained, tmp_path, capsys):
     assert tokenizer("été<|endoftext|>").input_ids == [*"été".encode(), 256]
     rounded, exact = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("out", "exact"))
     assert all(torch.equal(x.bfloat16(), rounded[name]) for name, x in exact.items())
+    export(f"hf:{tmp_path / 'exact'}", tmp_path / "again")
+    for file in (tmp_path / "exact").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     assert (tmp_path / "out").stat().st_mode & 0o444 == (tmp_path / "out/model.safetensors").stat().st_mode & 0o444
 
 

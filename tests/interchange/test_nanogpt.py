@@ -12,6 +12,8 @@ from helpers import TINY, Bomb, metrics
 from preparing import tokens_of
 
 import train
+from engine.interchange import __main__ as commands
+from engine.interchange.huggingface import read_hf
 from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 from model import Model, ModelConfig
 
@@ -105,6 +107,15 @@ def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
     model_args, tensors, config = read_nanogpt(file)
     assert model_args == ARGS and tensors.keys() == state.keys() and config["dataset"] == "shakespeare_char"
     assert all(torch.equal(tensors[name], state[name]) for name in state)
+
+
+def test_export(tmp_path, capsys):
+    file = write(tmp_path / "ckpt.pt", config={"dataset": "unknown"})
+    commands.main(["export", f"nanogpt:{file}", str(tmp_path / "out")])
+    assert "no tokenizer is known of" in capsys.readouterr().err
+    _, tensors = from_nanogpt(*read_nanogpt(file)[:2])
+    exported = read_hf(tmp_path / "out")
+    assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], x) for name, x in tensors.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
