@@ -48,12 +48,10 @@ from engine.answers import answer
 from engine.checkpoint import weights
 from engine.checkpoint.weights import Weights
 from engine.config import Config
-from engine.device import resolve_device, resolve_dtype
+from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.connection import environment
 from engine.parallel.ranks import Ranks, check_flags, join, leave
-from engine.plan import memory
-from engine.plan.estimate import Rank
 from engine.text import read_text, text_batches
 from flags import Flags
 
@@ -135,8 +133,6 @@ def evaluate_text(
     require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
     shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
-    need = memory.need_of(Rank(shorter, ranks.size, ranks.device), "weights", training=False)
-    memory.check(cfg, need, ranks.device)
     sharded = found.load(flags, ranks)
     loss = mean_loss(sharded, part.batches, part.token_bytes)
     figures = {
@@ -165,7 +161,7 @@ def line(figures: dict) -> str:
 
 
 def main(argv: list[str] | None = None):
-    with user_errors():
+    with user_errors(), torch_errors("lower --batch_size or --block_size, or use a machine with more memory"):
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
         _, local_rank, size, _ = environment()
         text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""

@@ -41,7 +41,7 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.config import Config
 from engine.decode import finite, generate
-from engine.device import resolve_device, resolve_dtype
+from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.plan import memory
 from engine.text import Sample, prompt_ids, read_prompt
 from flags import Flags
@@ -113,10 +113,9 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
 
 def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, Tokenizer]:
     """The path of the model that out_dir names, the model in evaluation mode, and its tokenizer."""
-    dtype = resolve_dtype(cfg.dtype, device)
-    return weights.alone(
-        cfg.out_dir, device, dtype, lambda flags: memory.check(cfg, memory.sampling_need(cfg, flags), device)
-    )
+    path, model, tokenizer = weights.alone(cfg.out_dir, device, resolve_dtype(cfg.dtype, device))
+    memory.check_sampling(cfg, model.cfg, device)
+    return path, model, tokenizer
 
 
 def check_flags(cfg: SampleConfig, kind: str, flags: Config):
@@ -240,7 +239,7 @@ SAMPLER = {"causal": continue_text, "masked": fill_masks, "seq2seq": fill_spans,
 
 
 def main(argv: list[str] | None = None):
-    with user_errors():
+    with user_errors(), torch_errors("lower --num_samples or --max_new_tokens, or use a machine with more memory"):
         cfg = parse(SampleConfig, argv, doc=__doc__)
         prompt = read_prompt(cfg.start)
         device = resolve_device(cfg.device)

@@ -43,7 +43,7 @@ from engine import compilation, flash, fp8, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
-from engine.device import make_deterministic, peak_flops, precision, refuse_nondeterminism, resolve_device
+from engine.device import make_deterministic, peak_flops, precision, resolve_device, torch_errors
 from engine.evaluation import Evaluation
 from engine.metrics import Metrics, Silent, evaluation_text
 from engine.parallel.connection import environment, lost_ranks_end_the_run
@@ -54,11 +54,12 @@ from engine.step import Profile, Step, Watch, collect_garbage
 from engine.stop_signal import StopSignal
 from ops import wide_stream
 
+SMALLER = "lower --batch_size, --block_size or the model's sizes; --plan=True estimates the memory"
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
 
 
 def main(argv: list[str] | None = None):
-    with ExitStack() as cleanup:
+    with torch_errors(SMALLER), ExitStack() as cleanup:
         with user_errors():
             given = read_flags(Config, argv, __doc__)
             chosen = asdict(Config()) | {name: setting.value for name, setting in given.items()}
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None):
             with lost_ranks_end_the_run(cfg.out_dir):
                 run = Run(cfg, data, objective, cleanup)
         run.announce()
-        with lost_ranks_end_the_run(cfg.out_dir), refuse_nondeterminism():
+        with lost_ranks_end_the_run(cfg.out_dir):
             if cfg.eval_only:
                 run.evaluate()
             else:

@@ -13,7 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -77,19 +77,22 @@ def make_deterministic(on: bool):
 
 
 @contextmanager
-def refuse_nondeterminism() -> Iterator[None]:
-    """Turn torch's error about an operation without a deterministic kernel into a line that names the operation."""
+def torch_errors(smaller: str) -> Iterator[None]:
+    """Turn an error about too little memory, or about an operation without a deterministic kernel, into a line with the
+    remedy; `smaller` says what takes less memory. Other errors stay as they are."""
+    remedies = {
+        r"\S+ does not have a deterministic implementation": "set --deterministic=False, or change the model's flags",
+        r"out of memory|can't allocate memory.+? bytes|Unable to allocate .+?B\b|Storage size .+ overflowed": smaller,
+    }
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:  # MemoryError is numpy's
         text = f"{error} {error.__cause__}"  # a pipeline's schedule wraps errors
-        found = re.search(r"(\S+) does not have a deterministic implementation", text)
-        if not found:
-            raise
-        fact = f"deterministic=True: {found[1]} has no deterministic kernel on this device"
-        remedy = "set --deterministic=False, or change the flags of the model that need this operation"
-        with user_errors():
-            raise ValueError(f"{fact}; {remedy}") from error
+        for words, remedy in remedies.items():
+            if found := re.search(words, text):
+                with user_errors():
+                    raise ValueError(f"{found[0]}; {remedy}") from error
+        raise
 
 
 def fast_bfloat16() -> bool:
@@ -164,31 +167,6 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
         if words.issuperset(card.lower().split()) and not words & OTHER_CARD:
             return tf32 if dtype == torch.float32 else half
     return None
-
-
-def machine_memory() -> int:
-    """Bytes that all processes of this machine can have: its memory or a cgroup's lower limit, plus swap."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    groups = Path("/proc/self/cgroup")
-    info = ""
-    if groups.exists():  # on Linux
-        info = Path("/proc/meminfo").read_text()
-        for line in groups.read_text().splitlines():
-            _, kind, path = line.split(":", 2)
-            folder = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
-            file = {"": "memory.max", "memory": "memory.limit_in_bytes"}.get(kind, "")  # versions 2 and 1
-            for each in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # the file does not exist, or says max
-                    sizes.append(int((each / file).read_text()))
-    swap = sum(1024 * int(line.split()[1]) for line in info.splitlines() if "SwapTotal" in line)
-    return min(sizes) + swap
-
-
-def process_memory(ranks: int) -> int:
-    """Bytes that a process can have: a share for each of the ranks on this machine, or its ulimit if that is lower."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    share = machine_memory() // ranks
-    return share if soft == resource.RLIM_INFINITY else min(share, soft)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

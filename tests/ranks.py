@@ -205,13 +205,12 @@ def train_main(flags: list[str]):
 
 def train_runs(all_flags: list[list[str]], saved: bool = True):
     """train.py with each of these flags, in the same processes. Without `saved`, which is enough for figures,
-    checkpoints are written at a save_interval alone, and no memory is planned."""
+    checkpoints are written at a save_interval alone."""
     import train
 
     save = train.Run.save
     if not saved:
         train.Run.save = lambda run, *args, **kwargs: run.cfg.save_interval and save(run, *args, **kwargs)
-        train.memory.check_training = lambda *args: None
 
     train.leave = lambda: None
     for flags in all_flags:

@@ -24,7 +24,6 @@ from data.errors import command, require, user_errors
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.device import resolve_device
-from engine.plan import memory
 from engine.text import prompt_ids, read_prompt
 from flags import Flags
 from tools.curves import GREY, MATPLOTLIB, require_matplotlib, save
@@ -179,9 +178,7 @@ def main(argv: list[str] | None = None):
         if cfg.out:
             require_matplotlib()
         device = resolve_device(cfg.device)
-        path, model, tokenizer = weights.alone(
-            cfg.out_dir, device, torch.float32, lambda flags: memory.check(cfg, memory.weights_need(flags), device)
-        )
+        path, model, tokenizer = weights.alone(cfg.out_dir, device, torch.float32)
         idx = torch.tensor(prompt_ids(tokenizer, read_prompt(cfg.start)), device=device)
         source = None
         if cfg.source:

@@ -30,6 +30,7 @@ from engine.checkpoint.contents import Saved
 from engine.config import Config
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
+from engine.plan import memory
 from model import Model, ModelConfig
 
 OF_THE_DATA = ("dataset", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
@@ -53,7 +54,8 @@ class Weights:
         return resolve(Config, {}, flags | changes, str(self.path))
 
     def load(self, flags: Config, ranks: Ranks) -> ShardedModel:
-        """The model with these weights, in evaluation mode. Every rank calls it."""
+        """The model with these weights, in evaluation mode. Every rank calls it. ValueError if they can never fit."""
+        memory.check_weights(self.path, flags, ranks.size, ranks.device)
         sharded = ShardedModel(flags, ranks)
         self.fill(sharded)
         sharded.model.eval()
@@ -85,15 +87,13 @@ def read(where: str, action: Callable[[Weights], T]) -> T:
     return checkpoint.read(run, lambda path, state: action(of_checkpoint(path, state, average)))
 
 
-def alone(where: str, device: torch.device, dtype: torch.dtype, check: Callable) -> tuple[str | Path, Model, Tokenizer]:
-    """The path of these weights, their model in evaluation mode, and its tokenizer, in a program of one process.
-    check(flags) may raise ValueError before any memory is allocated."""
+def alone(where: str, device: torch.device, dtype: torch.dtype) -> tuple[str | Path, Model, Tokenizer]:
+    """The path of these weights, their model in evaluation mode, and its tokenizer, in a program of one process."""
 
     def load(found: Weights) -> tuple:
         tokenizer = found.tokenizer()
-        flags = found.config()
-        check(flags)
-        return found.path, found.load(flags, Ranks(0, 1, device, dtype, compile=False)).model, tokenizer
+        ranks = Ranks(0, 1, device, dtype, compile=False)
+        return found.path, found.load(found.config(), ranks).model, tokenizer
 
     return read(where, load)
 

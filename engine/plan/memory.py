@@ -1,92 +1,65 @@
-"""Refuses, before anything is allocated, a run, a sampling or an evaluation that can never fit into the memory.
+"""Refuses a run, a sampling or an evaluation that can never fit into the memory, before anything is allocated.
 
-What it needs at least, for a training as --plan=True estimates it, is compared with the total memory, as other programs
-may free theirs. So what could fit is never refused.
+What is known without a measurement is compared with the total memory, as other programs may free theirs. What takes
+more only as it computes ends with an error of torch, which engine.device.torch_errors turns into a line.
 """
 
-from contextlib import suppress
+import os
 
 import torch
 
-from engine.device import process_memory
+from data.errors import require
 from engine.parallel.connection import environment
-from engine.plan.accounting import n_read, skeleton
 from engine.plan.estimate import Rank
 from flags import refuse
 from model import heads_of
 
-SIZES = ["n_embd", "n_layer", "n_encoder_layer", "mlp_ratio", "n_slot", "n_group"]
-FLAGS = {  # kind -> the flags that determine it: the first, and others that were set
-    "parameters": ["vocab_size", *SIZES],
-    "activations": ["batch_size", "block_size", "vocab_size", *SIZES],
-    "weights": ["out_dir"],
-    "samples": ["num_samples"],
-}
+SIZES = ["n_embd", "n_layer", "n_encoder_layer", "mlp_ratio", "n_slot", "n_group"]  # which determine the weights too
 
 
 def check_training(cfg, device: torch.device, size: int):
-    """ValueError if a rank of this run on `size` ranks needs more memory than it can have. Blocks are measured, which
-    takes seconds, only if the results of all their products would not fit beside the states."""
-    try:
-        rank = Rank(cfg, size, device)
-    except RuntimeError:  # a size has more than 63 bits
-        check(cfg, {"parameters": 2**63}, device)
-    limit, _ = memory_of(device)
-    products = 4 * cfg.batch_size * sum(rank.lengths) * n_read(rank.model) // (cfg.n_embd * cfg.cp * cfg.tp)
-    if not cfg.eval_only and rank.states <= limit < rank.states + products:
-        with suppress(RuntimeError):  # blocks that fake tensors cannot compute may fit
-            rank.measure()
-    check(cfg, need_of(rank, "parameters", not cfg.eval_only), device)
-
-
-def need_of(rank: Rank, kind: str, training: bool) -> dict[str, float]:
-    """The least memory of a rank, whose states are of this kind: in an evaluation, or in a training in the update, or
-    in the loss of the first micro-step, before there are gradients."""
-    cfg = rank.cfg
-    states = rank.parameters
-    activations = rank.streams[0] // cfg.pp + rank.size * rank.logits
-    if "activations" in rank.memory:
-        kept = rank.memory["activations"] + rank.memory["logits and loss"]
-        activations = kept / (3 if cfg.compile else 1.5)  # what is rounded up, and what compilation may save
-    if training:
-        states = rank.states
-        activations = max(0, activations - rank.parameters)
+    """ValueError if a rank of this run on `size` ranks can never have the memory for what stays between its steps."""
+    rank = Rank(cfg, size, device)
+    states = rank.parameters if cfg.eval_only else rank.states
     if cfg.pp > 1:
         states /= 2  # at least, as the rank may have one end of the model and fewer layers
-    return {kind: states, "activations": activations}
+    if lack := shortage(states, device):
+        remedy = "use a machine with more memory, make the model smaller, or divide it among more ranks"
+        names = ["vocab_size", *(name for name in SIZES if name in cfg.sources)]
+        refuse(cfg, " ".join(names), f"{lack}; {remedy} with --parallel=fsdp; see --plan=True")
 
 
-def sampling_need(cfg, flags) -> dict[str, float]:
-    """The least memory of sampling with cfg from a model with these flags: keys and values, and logits."""
-    of_sample = 4 * flags.vocab_size
-    if flags.objective != "masked":
-        heads = sum(n * heads_of(flags, reader)[1] for reader, n in flags.readers if reader.source == "context")
-        keys = min(flags.block_size, 1 + cfg.max_new_tokens) * heads * flags.head_size
-        width = 4 if cfg.dtype == "float32" else 2
-        of_sample += 2 * width * keys
-    return weights_need(flags) | {"samples": cfg.num_samples * of_sample}
+def check_weights(path, flags, size: int, device: torch.device):
+    """ValueError if a rank of `size` ranks can never have the memory for its part of the weights in `path`."""
+    lack = shortage(Rank(flags, size, device).parameters, device)
+    require(not lack, f"out_dir={path}: {lack}; use a machine with more memory, or a smaller model")
 
 
-def weights_need(flags) -> dict[str, float]:
-    return {"weights": 4 * skeleton(flags).n_params()}
+def check_sampling(cfg, flags, device: torch.device):
+    """ValueError if the samples of sample.py's cfg from a model with these flags can never fit."""
+    if lack := shortage(cfg.num_samples * bytes_of_sample(cfg, flags), device):
+        refuse(cfg, "num_samples", f"{lack}; make it smaller, or use a machine with more memory")
 
 
-def memory_of(device: torch.device) -> tuple[int, str]:
-    """The bytes of memory that this process can have, and where."""
+def bytes_of_sample(cfg, flags) -> int:
+    """The logits of a sample, and its keys and values."""
+    of_logits = 4 * flags.vocab_size
+    if flags.objective == "masked":
+        return of_logits
+    heads = sum(n * heads_of(flags, reader)[1] for reader, n in flags.readers if reader.source == "context")
+    tokens = min(flags.block_size, 1 + cfg.max_new_tokens)
+    width = 4 if cfg.dtype == "float32" else 2
+    return of_logits + 2 * width * tokens * heads * flags.head_size
+
+
+def shortage(need: int, device: torch.device) -> str:
+    """What says that this process can never have so many bytes; empty if it can."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, "the GPU"
-    return process_memory(environment().local_size), "a process of this machine"
-
-
-def check(cfg, need: dict[str, float], device: torch.device):
-    """ValueError if a process needs more memory than it can have. It names the flags that determine what needs most."""
-    limit, where = memory_of(device)
-    total = sum(need.values())
-    if total > limit:
-        most = max(need, key=need.get)
-        names = [name for name in FLAGS[most] if name in cfg.sources or name == FLAGS[most][0]]
-        remedy = "use a machine with more memory, or make it smaller"
-        if most == "parameters":
-            remedy += ", or divide them among more ranks with --parallel=fsdp; see --plan=True"
-        fact = f"needs at least {total / 2**30:,.1f} GiB, most of it for {most}"
-        refuse(cfg, " ".join(names), f"{fact}, and {where} can have {limit / 2**30:,.1f} GiB of memory; {remedy}")
+        where = "the GPU"
+        limit = torch.cuda.get_device_properties(device).total_memory
+    else:
+        where = "a process of this machine"
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // environment().local_size
+    if need <= limit:
+        return ""
+    return f"needs at least {need / 2**30:,.1f} GiB, and {where} can have {limit / 2**30:,.1f} GiB of memory"

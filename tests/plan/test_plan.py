@@ -29,7 +29,7 @@ from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel, local
-from engine.plan import memory, plan
+from engine.plan import plan
 from model import BLOCK, Model
 
 STATES = "parameters", "gradients", "optimizer state"
@@ -148,7 +148,6 @@ def test_states_and_traffic_are_those_of_training(flags):
         real = nbytes(rank.model.parameters()), nbytes(p.grad for p in rank.model.parameters()), nbytes(state)
     p = plan.Plan(cfg)
     assert [p.memory[kind] for kind in STATES] == pytest.approx(real, rel=0.01)
-    assert 0.2 < sum(memory.need_of(p, "parameters", training=True).values()) / p.total < 1
     planned = Counter()
     for kind, n in p.traffic.items():
         if n and kind != "muon":
@@ -240,7 +239,7 @@ NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size
     NARROW | {"fp32_residual": True},
 ], ids=str)  # fmt: skip
 def test_activations_are_what_training_allocates(flags, gpu_loss):
-    """Within 15 %; and a run is refused only for what it takes."""
+    """Within 15 %."""
     if flags.get("dtype") == "bfloat16" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("with kernels without vectors, torch's bfloat16 attention fails on a CPU whose flags name AMX")
     cfg = config(**WIDE | flags)
@@ -262,7 +261,6 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
     kept = planned.memory["activations"] + planned.memory.get("weights cast by autocast", 0)
     used = max(planned.memory["logits and loss"], planned.memory["backward of a block"])
     assert kept + used == pytest.approx(allocated, rel=0.15)
-    assert allocated / 20 < memory.need_of(planned, "weights", training=False)["activations"] < allocated
 
 
 @pytest.mark.parametrize("flags", [
