@@ -7,15 +7,11 @@
 docs/performance.md says what is compiled, and what that gives.
 """
 
-import atexit
 import hashlib
 import os
 import platform
 import re
-import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,16 +20,14 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from data.errors import require
-from engine.parallel.ranks import Ranks, is_first_rank, together
+from engine.parallel.ranks import Ranks, together
 from model import ExpertLinear, Heads, Stack
 from ops import linear_by_linear, strip_attention
 
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
 GRAPHS = 64  # most graphs of one function: each kind of block has one for training and one for evaluation
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-UNFIT = re.compile(r"[\s'\"]")  # in the path of a folder
-chosen_folder = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
+CHOSEN = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
 def settle(cfg, ranks: Ranks) -> Ranks:
@@ -50,13 +44,12 @@ def settle(cfg, ranks: Ranks) -> Ranks:
 
 def works(ranks: Ranks) -> bool:
     """Whether torch.compile works on every rank's device. Prints what is done, and the cause if it does not work."""
+    if ranks.first and ranks.device.type == "cpu":
+        time = "15 to 60 seconds, or about 5 with the kernels of an earlier run"
+        print(f"compiling for this CPU before the first step: {time}; --compile=False leaves it out", flush=True)
     try:
-        together(use_private_folder)
-        if ranks.first and ranks.device.type == "cpu":
-            time = f"15 to 60 seconds, or about 5 if the kernels are found in {chosen_folder}"
-            print(f"compiling for this CPU before the first step: {time}; --compile=False leaves it out", flush=True)
         together(partial(try_compiler, ranks.device))
-    except (ValueError, OSError) as error:  # OSError: no folder can be made
+    except ValueError as error:
         if ranks.first:
             fact = "torch.compile does not work here, so this run is not compiled and takes longer"
             print(f"warning: {fact}: {error}, or leave it out with --compile=False", flush=True)
@@ -65,15 +58,12 @@ def works(ranks: Ranks) -> bool:
 
 
 def try_compiler(device: torch.device):
-    """Compile a small kernel for the device and call it. ValueError if that fails, as without Python's headers."""
-    for folder in (chosen_folder, tempfile.gettempdir(), torch.__path__[0]):
-        if UNFIT.search(str(folder)):
-            fact = f"{str(folder)!r} has a blank or a quote, which command lines of compilers do not take"
-            remedy = f"name other folders in the variables {FOLDER} and TMPDIR, or move the environment with torch"
-            raise ValueError(f"{fact}; {remedy}")
-    graph = torch.fx.symbolic_trace(lambda x: x + 1)
-    x = torch.ones(64, device=device)
+    """Compile a small kernel for the device and call it. ValueError if that fails, as without Python's headers, or in
+    a folder that cannot be written."""
     try:
+        choose_folder()
+        graph = torch.fx.symbolic_trace(lambda x: x + 1)
+        x = torch.ones(64, device=device)
         torch._inductor.compile(graph, [x])(x)
     except Exception as error:  # of many classes, and whichever it is, the run can do without
         lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
@@ -82,13 +72,13 @@ def try_compiler(device: torch.device):
         # The CPU's kernels are in C++, and CUDA's need a C compiler to be started.
         compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
         remedy = f"install {compiler} and Python's headers, or name a compiler in the variable {variable}"
+        remedy += f" or a folder for kernels, without a blank in its path, in {FOLDER}"
         raise ValueError(f"{cause:.200}; {remedy}") from error
 
 
 def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = False):
     """Compile each part, in place, and the loss of a chunk. A part is a block, or a stack for one graph of its blocks.
     With `inside`, `recompute` may be applied to blocks afterwards."""
-    use_private_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
     if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
@@ -120,45 +110,12 @@ def graph_breaks() -> list[str]:
     return [" ".join(reason[0].split())[:300] for reason in reasons]
 
 
-def use_private_folder():
-    """Make torch.compile keep its kernels in `private_folder`, or without one in a folder of this process alone.
-    torch's own folder below /tmp has a name that others can guess, and torch does not ask who has made it. If the user
-    has set the variable TORCHINDUCTOR_CACHE_DIR, its folder is used."""
-    global chosen_folder
-    if chosen_folder:
-        return
-    try:
-        chosen_folder = str(private_folder())
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        chosen_folder = tempfile.mkdtemp(prefix="superblock_kernels_")  # with mode 0700
-        atexit.register(shutil.rmtree, chosen_folder, ignore_errors=True)
-        if is_first_rank():
-            fact = f"the kernels of torch.compile are in {chosen_folder}, which this run removes at its end"
-            remedy = f"to keep them, set the variable {FOLDER} to a folder"
-            print(f"warning: {error}, so {fact}; {remedy}", flush=True)
-    os.environ[FOLDER] = chosen_folder
-
-
-def private_folder() -> Path:
-    """A folder for kernels below ~/.cache/superblock/inductor, or below $XDG_CACHE_HOME; it is made if it is missing.
-
-    The folder holds libraries that torch.compile loads, and pickles, which run any code when they are read. So nobody
-    else may write there: new folders have mode 0700, and ValueError refuses one of another user or that others can
-    write. For the same reason kernels are never kept in out_dir, which users copy and share.
-    """
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not caches.is_absolute():
-        caches = Path.home() / ".cache"
-    folder = caches / "superblock" / "inductor" / kind_of_kernels()
-    require(not UNFIT.search(str(folder)), f"{str(folder)!r} has a blank or a quote, which compilers do not take")
-    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
-        missing.mkdir(0o700, exist_ok=True)
-    for each in (folder, *list(folder.parents)[:2]):
-        found = each.stat()
-        require(found.st_uid == os.getuid(), f"{each} belongs to another user")
-        require(not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH), f"{each} can be written by other users")
-    require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be written")
-    return folder
+def choose_folder():
+    """Make torch.compile keep its kernels in the user's cache, unless the user has chosen a folder. That of torch is
+    below /tmp and has a name that others can guess, and torch loads what is there without asking who has made it."""
+    if not CHOSEN:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        os.environ[FOLDER] = str(Path(caches, "superblock", "inductor", kind_of_kernels()))
 
 
 def kind_of_kernels() -> str:

@@ -33,7 +33,7 @@ from engine import compilation
 settings.register_profile("fixed", derandomize=True, deadline=None)  # nothing is timed
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
-compilation.use_private_folder()  # also for child processes, which read the variable that it sets
+compilation.choose_folder()  # also for child processes, which read the variable that it sets
 
 
 for kind in (torch.cuda, torch.xpu, torch.mtia):

@@ -2,10 +2,8 @@
 
 import json
 import os
-import stat
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +21,7 @@ import ops
 import train
 from configurator import parse
 from engine import compilation
-from engine.compilation import kind_of_kernels, private_folder, settle, try_compiler, use_private_folder
+from engine.compilation import choose_folder, kind_of_kernels, settle, try_compiler
 from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
@@ -63,7 +61,7 @@ def test_a_resume_keeps_the_compilation(tiny_data, tmp_path, monkeypatch, capsys
 
     first, second, *_ = go("--compile=True").splitlines()
     assert state_of(tmp_path / "out")["flags"]["compile"] is True
-    assert first.startswith(COMPILING) and os.environ[compilation.FOLDER] in first and ", compiled;" in second
+    assert first.startswith(COMPILING) and ", compiled;" in second
     assert ", compiled;" in go("--init_from=resume", "--max_iters=3")
     assert COMPILING not in go("--init_from=resume", "--eval_only=True")
     said = go("--init_from=resume", "--max_iters=4", "--compile=auto")
@@ -118,15 +116,26 @@ def test_the_cause_is_the_compiler_s_own_line(monkeypatch):
         try_compiler(ALONE.device)
 
 
-def test_a_folder_with_a_blank_is_the_cause(cache, tmp_path, monkeypatch, capsys):
-    """Compilers fail there. Of a home, another folder is used; one that the user has chosen is named."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my caches"))
-    assert "my caches" in fresh_folder(capsys)
-    for folder, temporary in ("my kernels", "/tmp"), ("kernels", str(tmp_path / "it's")):
-        monkeypatch.setattr(compilation, "chosen_folder", folder)
-        monkeypatch.setattr(tempfile, "tempdir", temporary)
-        with pytest.raises(ValueError, match="^.* has a blank or a quote,.* TORCHINDUCTOR_CACHE_DIR and TMPDIR"):
-            try_compiler(ALONE.device)
+def settle_in_folders(*folders: str):
+    """In that of a user without a home too."""
+    cfg = parse(Config, [*FLAGS, "--dtype=float32", "--compile=True"])
+    ranks = parallel.join(cfg)
+    compilation.CHOSEN = None
+    for folder in folders:
+        os.environ["XDG_CACHE_HOME"] = folder
+        assert not settle(cfg, ranks).compile
+    Path.home = Mock(side_effect=RuntimeError("Could not determine home directory."))
+    os.environ["XDG_CACHE_HOME"] = ""
+    assert not settle(cfg, ranks).compile
+
+
+def test_a_folder_that_cannot_be_used(tmp_path):
+    """The run is not compiled, and one line names the variable for another folder."""
+    (tmp_path / "file").touch()
+    said = launch(1, settle_in_folders, tmp_path, str(tmp_path / "my caches"), str(tmp_path / "file" / "caches"))
+    lines = [line for line in said.splitlines() if line.startswith(FAILS)]
+    assert len(lines) == 3 and all(f"without a blank in its path, in {compilation.FOLDER}" in x for x in lines)
+    assert "Not a directory" in lines[1] and "Could not determine home directory" in lines[2]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -241,72 +250,17 @@ def test_ddp_does_not_cut_a_block(pretended):
     assert len(graphs) == 1
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    """A folder for caches that may be written, of a user who has not set TORCHINDUCTOR_CACHE_DIR."""
-    monkeypatch.setattr(compilation, "chosen_folder", None)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_folder_of_the_kernels(tmp_path, monkeypatch):
+    """In the user's cache, or where the user has chosen."""
+    monkeypatch.setattr(compilation, "CHOSEN", None)
     monkeypatch.setenv(compilation.FOLDER, "default")  # as torch does
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
-    return tmp_path / "new" / "cache" / "superblock" / "inductor"
-
-
-def mode(folder: Path) -> int:
-    return stat.S_IMODE(folder.stat().st_mode)
-
-
-def test_the_folder_is_private(cache, tmp_path, monkeypatch, capsys):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new").chmod(0o755)
-    use_private_folder()
-    folder = Path(os.environ[compilation.FOLDER])
-    assert folder == cache / kind_of_kernels() == private_folder()
-    assert [mode(each) for each in (folder, *folder.parents)[:5]] == [0o700] * 4 + [0o755]
-    monkeypatch.setattr(compilation, "chosen_folder", "mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choose_folder()
+    assert os.environ[compilation.FOLDER] == str(tmp_path / "superblock" / "inductor" / kind_of_kernels())
+    monkeypatch.setattr(compilation, "CHOSEN", "mine")
     monkeypatch.setenv(compilation.FOLDER, "mine")
-    use_private_folder()
-    assert os.environ[compilation.FOLDER] == "mine" and capsys.readouterr().out == ""
-
-
-def fresh_folder(capsys) -> str:
-    """Chooses a folder that nobody else can write in or know; returns the line that says why."""
-    compilation.chosen_folder = None
-    use_private_folder()
-    folder, line = Path(os.environ[compilation.FOLDER]), capsys.readouterr().out
-    assert folder.parent == Path(tempfile.tempdir) and mode(folder) == 0o700 and not list(folder.iterdir())
-    assert line.startswith("warning: ") and line.count("\n") == 1 and str(folder) in line and compilation.FOLDER in line
-    folder.rmdir()
-    return line
-
-
-@pytest.mark.parametrize("depth", range(3))
-def test_a_folder_of_others_is_refused(cache, monkeypatch, capsys, depth):
-    """The folder, or the one around it, or the next: a new folder is used, and one line says why."""
-    folder = private_folder()
-    each = (folder, *folder.parents)[depth]
-    for bits in (0o770, 0o702):
-        each.chmod(bits)
-        assert fresh_folder(capsys).startswith(f"warning: {each} can be written by other users, so ")
-    each.chmod(0o755)
-    assert private_folder() == folder
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    assert f"{folder} belongs to another user" in fresh_folder(capsys)
-
-
-def test_a_folder_that_cannot_be_made(cache, tmp_path, monkeypatch, capsys):
-    """Or that cannot be written any more, or a user without a home: one line, and the run goes on."""
-    folder = private_folder()
-    read_only = Mock(side_effect=OSError(30, "Read-only file system", "x"))
-    homeless = Mock(side_effect=RuntimeError("Could not determine home directory."))
-    for caches, at, replacement, cause in (
-        (os.environ["XDG_CACHE_HOME"], (os, "access"), lambda *_: False, f"{folder} cannot be written"),
-        (tmp_path / "none", (Path, "mkdir"), read_only, "Read-only file system"),
-        ("", (Path, "home"), homeless, "Could not determine home"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv("XDG_CACHE_HOME", str(caches))
-            patch.setattr(*at, replacement)
-            assert cause in fresh_folder(capsys)
+    choose_folder()
+    assert os.environ[compilation.FOLDER] == "mine"
 
 
 def test_kernels_of_other_machines_are_kept_apart(monkeypatch):
