@@ -149,7 +149,7 @@ class Run:
             self.metrics = self.open_metrics(cleanup)
         self.profile = Profile(cfg, ranks, self.metrics.say)
         cleanup.callback(self.profile.close)
-        self.stop = cleanup.enter_context(StopSignal(ranks))
+        self.stop = StopSignal(ranks)
         self.evaluation = Evaluation(cfg, data, streams, objective, self.sharded)
         step = self.step if cfg.init_from == "resume" else None
         self.checkpoints = Checkpoints(cfg, self.stop, self.metrics, step, state["best_val_loss"])
@@ -228,7 +228,7 @@ class Run:
         stepper.optimizer.set_lr(lr)
         loss = stepper.backward(self.batches, self.step)
         grad_norm = stepper.clip()
-        self.stop.unsaved_steps = True  # on all ranks: the norm needs them all, so no rank has ended in its first step
+        self.stop.listen()  # on all ranks: the norm needs them all, so no rank has ended in its first step
         finite = stepper.is_finite(loss, grad_norm)
         left_out = self.watch.look(self.step, finite, grad_norm)
         if left_out:
