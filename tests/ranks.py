@@ -149,6 +149,7 @@ def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, la
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, write_through=unbuffered)
     sys.stderr = open(2, "w", closefd=False)
     if largest:
+        sys.dont_write_bytecode = True  # a part of it would fail all later imports
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     torch.set_num_threads(1)
     os.chdir(ROOT)
