@@ -57,7 +57,7 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
 
 
 def tokens_of(folder: Path, split: str) -> list[int]:

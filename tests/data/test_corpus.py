@@ -404,7 +404,7 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
         assert "train_000000.bin differs from its saved state; delete" in error(prepare, args(tmp_path / "out"), web)
     write_set(tmp_path / "out", range(5), range(3))  # a writer without settings starts again
     assert tokens_of(tmp_path / "out", "train") == [0, 1, 2, 3, 4]
-    assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train_000000.bin", "val_000000.bin"]
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "meta.json", "train_000000.bin", "val_000000.bin"]
 
 
 @pytest.mark.parametrize("shards", [1, 3, 1000])

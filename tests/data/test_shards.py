@@ -45,7 +45,7 @@ def test_written_bytes_are_the_format(tmp_path):
         assert (tmp_path / f"train_{i:06d}.bin").read_bytes() == shard_bytes(part)
         digest = hashlib.sha256(shard_bytes(part)).hexdigest()
         assert shard == {"name": f"train_{i:06d}.bin", "tokens": len(part), "sha256": digest, "max_token": max(part)}
-    assert sorted(os.listdir(tmp_path)) == ["meta.json"] + [f"train_{i:06d}.bin" for i in range(3)]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json"] + [f"train_{i:06d}.bin" for i in range(3)]
 
 
 @pytest.mark.parametrize("vocab_size, magic, version, code", [(65_536, 20240520, 1, "H"), (65_537, 20240801, 7, "I")])
@@ -272,7 +272,7 @@ def test_a_preparation_replaces_the_one_before_as_a_whole(tmp_path):
     with ShardWriter(tmp_path, ByteTokenizer()) as out:
         out.add("train", np.arange(4))
         assert f"out={tmp_path} belongs to process {os.getpid()} on" in error(write_set, tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "train_000000.bin"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "input.txt", "meta.json", "train_000000.bin"]
     assert read_all(stream) == list(range(250))
     assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2, 3]
 
@@ -288,12 +288,12 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         (folder / name).write_text("mine")
         (folder / "meta.json").write_text('{"vocab_size": 257}')  # of one who trains on them
         assert f"{name} is not of a data set that was prepared here; choose another --out" in error(write_set, folder)
-        assert {*os.listdir(folder)} == {name, "meta.json"} and (folder / name).read_text() == "mine"
+        assert {*os.listdir(folder)} == {".lock", name, "meta.json"} and (folder / name).read_text() == "mine"
     folder = tmp_path / "preparing"
     folder.mkdir()
     (folder / ".preparing").symlink_to(other)
     error(write_set, folder)
-    assert os.listdir(folder) == [".preparing"] and os.listdir(other) == ["mine"]
+    assert {*os.listdir(folder)} == {".lock", ".preparing"} and os.listdir(other) == ["mine"]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
