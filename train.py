@@ -272,8 +272,6 @@ class Run:
             progress["skipped"] = self.skipped
         with user_errors():
             self.metrics.log(self.step, mean, lr, grad_norm.item(), self.samples * self.cfg.block_size, progress)
-            if self.ranks.first:
-                self.metrics.norms(self.step, self.sharded.norms())
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:

@@ -191,7 +191,7 @@ class Silent:
     def log(self, *args, **figures):
         """Does nothing."""
 
-    norms = evaluation = say = end = close = log
+    evaluation = say = end = close = log
 
     def paused(self) -> AbstractContextManager:
         return nullcontext()
@@ -257,10 +257,6 @@ class Metrics(Silent):
         figures of ShardedModel.routing_figures."""
         self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb} | routing)
         self.console.line(evaluation_text(step, train_loss, val_loss, val_bpb, routing, is_best))
-
-    def norms(self, step: int, norms: dict[str, float]):
-        """Logs norms by tag, such as grad_norm/blocks.0, in TensorBoard and wandb only."""
-        self.to_loggers("scalars", step, norms)
 
     @contextmanager
     def paused(self):

@@ -11,7 +11,6 @@ compilation, FSDP2 or DDP. docs/hacking.md has a table of what they replace in m
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -246,7 +245,6 @@ class ShardedModel:
         params = [p for p in self.model.parameters() if p.grad is not None and p not in self.loads]
         grads = [local(p.grad) for p in params]
         norms = torch._foreach_norm(grads)
-        self.unclipped = dict(zip(params, norms, strict=True))
         if self.divides:
             weighted = torch._foreach_mul(norms, [self.norm_weight[p] for p in params])
             norm = self.ranks.sum(torch.stack(weighted).square().sum()).sqrt()
@@ -255,20 +253,6 @@ class ShardedModel:
         if limit:
             torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
-
-    @torch.no_grad()
-    def norms(self) -> dict[str, float]:
-        """The norms of the gradient (before `clip`) and of the weights of each block and of each part beside them, such
-        as grad_norm/blocks.0. {} if ranks share the weights."""
-        if self.divides:
-            return {}
-        squares = defaultdict(float)
-        for name, p in self.model.named_parameters():
-            if p in self.unclipped:
-                part = re.match(r"(encoder\.)?(blocks\.)?\w+", name)[0]
-                squares[f"grad_norm/{part}"] += self.unclipped[p].square()
-                squares[f"weight_norm/{part}"] += p.norm().square()
-        return dict(zip(squares, torch.stack([*squares.values()]).sqrt().tolist(), strict=True))
 
     @torch.no_grad()
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
