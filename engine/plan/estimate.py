@@ -33,7 +33,6 @@ from engine.plan.accounting import skeleton
 from model import MLP, Block, ExpertLinear, Heads, Inputs
 
 GPU = torch.device("cuda")
-LONG = 2**12  # tokens; to measure the attention of longer texts could take minutes
 CUTS = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel, "ep": expert.apply_expert_parallel}
 
 
@@ -109,9 +108,6 @@ class Rank:
         self.n_layer = len(stages.layers(cfg.n_layer, 0, cfg.pp))
         self.model = skeleton(cfg)
         self.count_weights()
-        vocab = cfg.vocab_rows // cfg.tp
-        tokens = min(cfg.batch_size * self.lengths[0] // cfg.cp, LONG**2)  # to cut more into equal chunks takes time
-        self.logits = vocab * ops.equal_rows(tokens, ops.rows_at_once(cfg.loss_chunk, vocab, device))  # of a chunk
 
     def count_weights(self):
         self.traffic = Counter()  # kind of group -> bytes that the rank sends in a step to ranks of this group
@@ -187,16 +183,16 @@ class Rank:
         traces = self.traces[: -cfg.n_layer] + self.traces[-self.n_layer :]  # those of the encoder are first
         for trace in traces:
             for kind, n in trace.sent.items():
-                self.send(kind, self.ratio * n * self.micro_steps)
+                self.send(kind, n * self.micro_steps)
         # there and back: the embeddings, what the decoder reads of the encoder, and the loss
         self.send("tp", 4 * self.micro_steps * cfg.tp * sum(self.streams))
         self.send("muon", self.size * (self.held[Muon] + self.owned))
         if cfg.pp > 1:  # as a rank in the middle
             self.traffic["pp"] = 2 * self.micro_steps * self.streams[0]
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
-        kept += self.ratio * sum(trace.kept for trace in traces)
+        kept += sum(trace.kept for trace in traces)
         in_flight = min(cfg.pp, self.micro_steps)  # of the first rank
-        self.take_memory(kept * in_flight, self.ratio * max(trace.peak - trace.kept for trace in traces))
+        self.take_memory(kept * in_flight, max(trace.peak - trace.kept for trace in traces))
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:
@@ -227,15 +223,11 @@ class Rank:
 
     def run_blocks(self):
         """Set the traces of the blocks of the encoder, if there is one, then of the model. Documents are left out, as
-        attention to them takes as much. Long texts are taken to cost `ratio` times as much as shorter ones."""
+        attention to them takes as much."""
         cfg, model = self.cfg, self.model
         self.traces = []
         self.known = {}
         T, S = self.lengths
-        if T > LONG:
-            unit = 4 * cfg.cp * cfg.tp
-            T, S = [-(-n * LONG // (T * unit)) * unit for n in self.lengths]
-        self.ratio = self.lengths[0] / T
         model.to_empty(device="cpu")
         model.tie()
         model.loss = lambda x, targets: x
@@ -267,12 +259,15 @@ class Rank:
         """Set the memory of a rank whose blocks keep these activations, and take so much more in a backward. The loss
         takes the last norm's result, gathered with its gradient, the head's gradient, and a chunk's logits with their
         gradient. Uncompiled, it keeps logits and logarithms in float32 too."""
+        cfg = self.cfg
+        vocab = cfg.vocab_rows // cfg.tp
+        rows = ops.rows_at_once(cfg.loss_chunk, vocab, self.device)
+        logits = vocab * ops.equal_rows(cfg.batch_size * self.lengths[0] // cfg.cp, rows)  # of a chunk
         cast = self.size % 4  # bytes of a number that autocast has cast
         of_logit = 2 * self.size
-        if not self.cfg.compile:
-            of_logit += 8 * ((cast > 0) + (self.cfg.logit_softcap > 0))
-        head = self.cfg.vocab_rows // self.cfg.tp * self.cfg.n_embd
-        loss = 3 * self.cfg.tp * self.streams[0] + head * (4 + cast) + self.logits * of_logit
+        if not cfg.compile:
+            of_logit += 8 * ((cast > 0) + (cfg.logit_softcap > 0))
+        loss = 3 * cfg.tp * self.streams[0] + vocab * cfg.n_embd * (4 + cast) + logits * of_logit
         update = (4 + 2 * self.size) * self.held[Muon] + self.size * self.owned + 16 * min(self.owned, Muon.LARGEST)
         self.memory |= self.copies()
         self.memory["activations"] = activations

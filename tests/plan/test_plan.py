@@ -288,20 +288,6 @@ def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
     assert memory[0] < memory[1] == memory[2] < memory[3]
 
 
-@pytest.mark.parametrize(
-    "flags", [{"attn_softcap": 20.0}, {"window": 64}, {"cp": 2, "world_size": 2, "dtype": "bfloat16"}], ids=str
-)
-def test_long_texts_take_as_much_memory_as_measured(flags, monkeypatch):
-    """Though they are measured on shorter ones, within a tenth."""
-    cfg = config(block_size=1024, gradient_accumulation_steps=1, **flags)
-    whole = plan.Plan(cfg)
-    monkeypatch.setattr("engine.plan.estimate.LONG", 512)
-    short = plan.Plan(cfg)
-    assert 0.95 < short.memory["activations"] / whole.memory["activations"] < 1.1
-    assert 0.98 < short.memory["backward of a block"] / whole.memory["backward of a block"] < 4  # with its gradients
-    assert short.traffic == whole.traffic
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_pipeline_holds_micro_batches(ranks):
     """The first of p ranks holds p passes of a p-th of the blocks (arXiv:2205.05198, 4.2.3), beside its embeddings."""
