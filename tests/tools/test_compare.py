@@ -162,17 +162,16 @@ def test_finished_trainings_are_not_repeated(fake, tmp_path, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("name", ["val_loss", "ms_per_step"])
-def test_a_damaged_row_does_not_stop_the_comparison(name, fake):
+def test_a_lost_figure_does_not_stop_the_comparison(name, fake):
     """A training that has lost its loss or its times is resumed."""
     assert fake() == 0
     expected, file = fake.table()["runs"], fake.out / "run2-seed1" / "metrics.jsonl"
     good = metrics(file.parent)
     fake.calls()
-    for value in (None, "x"):
-        rows = [row | {name: value} if name in row else row for row in good]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert fake() == 0 and fake.calls() == ["run2-seed1*"], value
-        assert fake.table()["runs"] == expected
+    rows = [row | {name: None} if name in row else row for row in good]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert fake() == 0 and fake.calls() == ["run2-seed1*"]
+    assert fake.table()["runs"] == expected
 
 
 def test_ctrl_c_lets_trainings_save(fake, capfd):
