@@ -65,21 +65,17 @@ def tried(what: str, action: Callable[[], Any]) -> bool:
 class Events:
     """Writes TensorBoard events. These imports take 0.2 s; torch.utils.tensorboard would take 3 s."""
 
-    def __init__(self, folder: Path, step: int, flags: dict):
-        """Readers drop the events of `step` and later that are in the folder. The page HPARAMS shows the flags."""
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise ValueError(f"{error.name} is not installed; pip install tensorboard") from error
+    def __init__(self, folder: Path, step: int):
+        """Readers drop the events of `step` and later that are in the folder."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self.Event = event_pb2.Event
         self.Summary = summary_pb2.Summary
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self.records = RecordWriter(open(folder / name, "wb"))
         self.write(file_version="brain.Event:2")
         self.write(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
-        self.write(summary=hparams_pb(flags, trial_id=""))  # an id would group runs of equal flags
 
     def scalars(self, step: int, figures: dict):
         values = [self.Summary.Value(tag=tag, simple_value=x) for tag, x in figures.items()]
@@ -207,7 +203,7 @@ class Metrics(Silent):
         self.path = folder / "metrics.jsonl"
         truncate_metrics(self.path, step)
         self.file = open(self.path, "a")
-        self.events = Events(folder, step, asdict(cfg))
+        self.events = Events(folder, step)
         self.loggers = [self.events]
         if cfg.wandb_log:
             self.loggers.append(Wandb(folder, cfg))

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +18,6 @@ import torch
 from helpers import ROOT, losses
 from helpers import metrics as lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import metadata
 
 import engine.evaluation
 import engine.metrics
@@ -144,19 +142,7 @@ def from_jsonl(folder):
     return expected
 
 
-def test_tensorboard_shows_flags(tmp_path):
-    """On its page of hyperparameters."""
-    open_metrics(tmp_path).close()
-    pages = EventAccumulator(str(tmp_path)).Reload().PluginTagToContent("hparams")
-    start = metadata.parse_session_start_info_plugin_data(pages[metadata.SESSION_START_INFO_TAG]).hparams
-    flags = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
-    assert flags == asdict(Config(out_dir=str(tmp_path), max_iters=20, block_size=16, pos="rope"))
-
-
-def test_packages_that_are_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    with pytest.raises(ValueError, match="tensorboard.* is not installed; pip install tensorboard"):
-        engine.metrics.Events(tmp_path, 0, {})
+def test_wandb_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb_log=True: wandb is not installed; pip install wandb, or set wandb_log"):
         engine.metrics.Wandb(tmp_path, Config(wandb_log=True))
