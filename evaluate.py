@@ -80,10 +80,6 @@ class EvaluateConfig(Flags):
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
 
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.out_dir != "", "out_dir='' is empty; give the folder of a run, such as out")
-
 
 class Evaluated(NamedTuple):
     """What is evaluated: its name, batches, and the bytes of each token (V,) or why they are not known."""
