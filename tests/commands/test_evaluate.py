@@ -251,7 +251,6 @@ REFUSED = [  # run, flags, and what the line must name
     ("causal", ["--file=one.txt"], ["file=one.txt has 1 tokens"]),
     ("masked", ["--file=text.txt"], ["objective=causal"]),
     ("causal", ["--block_size=17"], ["block_size=17", "16"]),
-    ("causal", ["--batch_size=2e9"], ["batch_size=2000000000", "make it smaller"]),
     ("causal", ["--out_dir=hf", "--answers=x"], ["no directory hf"]),
     ("causal", ["--out_dir=nanogpt:absent.pt"], ["no file absent.pt"]),
     ("masked", ["--dataset=chars"], ["chars has another tokenizer than the model", "prepare the data"]),
