@@ -534,7 +534,7 @@ MLP_KIND = {
     "gelu": Kind(F.gelu),
     "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
     "relu": Kind(F.relu),
-    "relu2": Kind(ops.squared_relu),
+    "relu2": Kind(lambda x: F.relu(x).square()),
     "sigmoid": Kind(torch.sigmoid),
     "swiglu": Kind(lambda gate, x: F.silu(gate) * x, arity=2),
     "geglu": Kind(lambda gate, x: F.gelu(gate) * x, arity=2),

@@ -104,26 +104,8 @@ class RMSNormOfCPU(torch.autograd.Function):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x cos + (second half of x, first half of x) sin: x (B, H, T, D); cos and sin (T, D), whose first half of sin is
-    negative. In few passes."""
-    if torch.is_grad_enabled():
-        return Rotation.apply(x, cos, sin)
-    return (x * cos).addcmul_(x.roll(x.size(-1) // 2, -1), sin)  # another pass, but fewer calls, for decoding
-
-
-class Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        half = x.size(-1) // 2
-        y = x * cos
-        y[..., :half].addcmul_(x[..., half:], sin[:, :half])
-        y[..., half:].addcmul_(x[..., :half], sin[:, half:])
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        cos, sin = ctx.saved_tensors
-        return Rotation.apply(grad, cos, -sin), None, None
+    negative."""
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
 
 def earlier(rows: Tensor, i: int, n: int, place: Tensor | None = None) -> Tensor:
@@ -176,29 +158,6 @@ class Convolved(torch.autograd.Function):
             earlier(d_rows, i, n).addcmul_(part, tap)
             d_taps.append((part * earlier(rows, i, n)).flatten(0, -2).sum(0))
         return d_rows.to(rows.dtype), torch.stack(d_taps, dim=1).to(weight.dtype), None
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv:2109.08668)."""
-    if torch.is_grad_enabled():
-        return SquaredReLU.apply(x)
-    return F.relu(x).square_()
-
-
-class SquaredReLU(torch.autograd.Function):
-    """squared_relu, whose gradient takes one pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        positive = F.relu(x)
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        (positive,) = ctx.saved_tensors
-        return torch.addcmul(grad.new_zeros(()), grad, positive, value=2.0)
 
 
 def dropped(x: Tensor, p: float) -> Tensor:
