@@ -57,14 +57,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x. PyTorch's is a fused kernel on
     GPUs, and a dozen passes on CPUs."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        if torch.is_grad_enabled():
-            return RMSNormOfCPU.apply(x, weight, eps)
-        if x.dtype == weight.dtype:  # decoding, whose speed is limited by the number of calls
-            n = x.size(-1)
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            length.hypot_(torch.scalar_tensor(math.sqrt(n * eps), dtype=x.dtype))  # sqrt(|x|^2 + n eps)
-            return (x * weight).div_(length).mul_(math.sqrt(n))
+    if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return RMSNormOfCPU.apply(x, weight, eps)
     with keeping_dtype(x):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
