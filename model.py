@@ -1003,16 +1003,11 @@ class Neighbours(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
         """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
-        rows, place = self.rows(x, inputs)
-        return [ops.earlier(rows, i, self.reach, place).flatten(-3, -2) for i in range(self.reach + 1)]
-
-    def rows(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Maybe]:
-        """`pieces` of x, and inputs.place in their shape, (B, ..., P, T/P, 1)."""
         rows = self.pieces(x)
         place = inputs.place
         if place is not None:
-            place = place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
-        return rows, place
+            place = place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)  # (B, ..., P, T/P, 1)
+        return [ops.earlier(rows, i, self.reach, place).flatten(-3, -2) for i in range(self.reach + 1)]
 
     def pieces(self, x: Tensor) -> Tensor:
         """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). P is 1, or 2 with context
@@ -1036,8 +1031,11 @@ class Convolution(nn.Module):
         self.initial = {"weight": 0.0}
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        rows, place = self.earlier.rows(x, inputs)
-        return ops.convolved(rows, self.weight, place).flatten(1, 2)
+        rows = self.earlier(ops.at_least_float32(x), inputs)
+        y = rows[0]
+        for tap, row in zip(self.weight.unbind(1), rows, strict=True):
+            y = y + tap * row
+        return y.to(x.dtype)
 
 
 class Sum(nn.Module):

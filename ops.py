@@ -111,49 +111,6 @@ def earlier(rows: Tensor, i: int, n: int, place: Tensor | None = None) -> Tensor
     return row.where(place >= i, 0)
 
 
-def convolved(rows: Tensor, weight: Tensor, place: Tensor | None) -> Tensor:
-    """x_t + sum_i w_i x_{t-i}, i < K, for rows (..., K - 1 + T, C) whose last T are x; weight (C, K). See `earlier`."""
-    if not torch.compiler.is_compiling():
-        return Convolved.apply(rows, weight, place)
-    n = weight.size(1) - 1
-    wide = at_least_float32(rows)  # a compiler makes one pass of all this
-    y = wide[..., n:, :]
-    for i, tap in enumerate(weight.unbind(1)):
-        y = y + tap * earlier(wide, i, n, place)
-    return y.to(rows.dtype)
-
-
-class Convolved(torch.autograd.Function):
-    """convolved in K passes, and twice as many backwards."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, weight: Tensor, place: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight, place)
-        taps = at_least_float32(weight).t().contiguous()  # (K, C)
-        n = len(taps) - 1
-        x = at_least_float32(earlier(rows, 0, n))
-        y = torch.addcmul(x, x, taps[0])
-        for i in range(1, n + 1):
-            y.addcmul_(earlier(rows, i, n, place), taps[i])
-        return y.to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        rows, weight, place = ctx.saved_tensors
-        grad = at_least_float32(grad)
-        taps = at_least_float32(weight).t().contiguous()
-        n = len(taps) - 1
-        d_rows = torch.zeros_like(rows, dtype=grad.dtype)
-        earlier(d_rows, 0, n).copy_(grad)
-        d_taps = []
-        for i, tap in enumerate(taps):
-            part = grad if place is None else grad.where(place >= i, 0)
-            earlier(d_rows, i, n).addcmul_(part, tap)
-            d_taps.append((part * earlier(rows, i, n)).flatten(0, -2).sum(0))
-        return d_rows.to(rows.dtype), torch.stack(d_taps, dim=1).to(weight.dtype), None
-
-
 def dropped(x: Tensor, p: float) -> Tensor:
     """Each element of x is 0 with probability p, otherwise divided by 1 - p.
 
