@@ -490,7 +490,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk
     Logits of at most `chunk` tokens exist at once, see rows_at_once. of_chunk is chunk_loss, or the same function
     compiled.
     """
-    rows = equal_rows(len(x), rows_at_once(chunk, len(weight), x.device))
+    rows = rows_at_once(len(x), chunk, len(weight), x.device)
     if len(x) <= rows and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
         logits = capped(at_least_float32(F.linear(x, weight)), softcap)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
@@ -498,19 +498,12 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk
     return ChunkedCrossEntropy.apply(x, weight, targets, options)
 
 
-def rows_at_once(chunk: int, vocab_size: int, device: torch.device) -> int:
-    """Number of tokens whose logits exist at once in the loss: `chunk`, or if it is 0, as many as fit in 1 GiB of
-    float32 on a GPU (5248 for GPT-2's vocabulary), and in 128 MiB elsewhere."""
+def rows_at_once(n: int, chunk: int, vocab_size: int, device: torch.device) -> int:
+    """How many of n tokens have logits at once in the loss: at most `chunk`, or if it is 0, as many as fit in 1 GiB of
+    float32 on a GPU, and in 128 MiB elsewhere. All chunks are equal, for one compiled graph, unless that takes twice
+    the fewest chunks."""
     numbers = 2**28 if device.type == "cuda" else 2**25
-    fit = max(1, numbers // vocab_size)
-    if fit > 128:
-        fit = fit // 128 * 128  # matmuls are faster with multiples of 128
-    return chunk or fit
-
-
-def equal_rows(n: int, most: int) -> int:
-    """The size of the chunks of n rows, at most `most`: the largest of which all chunks are equal, for one compiled
-    graph. If that takes twice the fewest chunks, it is `most`, and the last chunk is shorter."""
+    most = chunk or max(1, numbers // vocab_size)
     fewest = -(-n // most)
     for chunks in range(fewest, 2 * fewest):
         if n % chunks == 0:

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from data.objective import objective_class
 from model import ExpertLinear, GroupedLinear, Linear, heads_of, hidden_units, stream_dtype
-from ops import ChunkedCrossEntropy, at_least_float32, capped, equal_rows, grouped_linear, matmul_dtype, rows_at_once
+from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
 WHOLE = ("second", "router", "before", "after", "last", "whole")
@@ -207,7 +207,7 @@ def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
     cfg = model.cfg
     weight = model.head.weight
-    chunk = equal_rows(targets.numel(), rows_at_once(cfg.loss_chunk, len(weight), x.device))
+    chunk = rows_at_once(targets.numel(), cfg.loss_chunk, len(weight), x.device)
     options = cfg.logit_softcap, chunk, model.chunk_loss, torch.is_grad_enabled()
     return model.mean(ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), options), targets)
 

@@ -191,9 +191,9 @@ def test_the_compiled_loss_of_a_chunk():
 
 def test_chunks_have_one_size():
     """The fewest that divide the rows, below twice as many as are needed, so that one graph is compiled for all."""
-    assert [ops.rows_at_once(0, 50304, torch.device(each)) for each in ("cpu", "cuda")] == [640, 5248]  # of GPT-2
-    for n, most in ((12288, 5248), *itertools.product(range(1, 60), repeat=2)):
-        rows = ops.equal_rows(n, most)
+    assert [ops.rows_at_once(12288, 0, 50304, torch.device(each)) for each in ("cpu", "cuda")] == [512, 4096]  # GPT-2
+    for n, most in itertools.product(range(1, 60), repeat=2):
+        rows = ops.rows_at_once(n, most, 64, torch.device("cpu"))
         assert rows <= most and (n % rows == 0 or rows == most) and -(-n // rows) < 2 * -(-n // most)
 
 
