@@ -511,19 +511,15 @@ def rows_at_once(n: int, chunk: int, vocab_size: int, device: torch.device) -> i
     return most
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, add: bool):
-    """out = a b, or with `add` out += a b: a (n, k), b (k, m), and out (n, m) of their dtype, or of float32. CUDA sums
-    products of 16 bits in float32, and needs no copy in 16 bits."""
+def add_product_(out: Tensor, a: Tensor, b: Tensor):
+    """out += a b: a (n, k), b (k, m), and out (n, m) of their dtype, or of float32. CUDA sums products of 16 bits in
+    float32, and needs no copy in 16 bits."""
     if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(add), out=out)  # a beta of 0 leaves `out` unread
-    elif out.is_cuda and add:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        out.addmm_(a, b)
     elif out.is_cuda:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
-    elif add:
-        out.add_(a @ b)
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
     else:
-        out.copy_(a @ b)
+        out.add_(a @ b)
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -559,7 +555,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dx = dW = None
         if gradient:
             dx = torch.empty_like(x)
-            dW = torch.empty_like(weight, dtype=wide)
+            dW = torch.zeros_like(weight, dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             W = weight.to(dtype)
             total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -570,8 +566,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 part, p = of_chunk(logits, targets[rows], softcap, gradient)
                 total += part
                 if gradient:
-                    product_(dx[rows], p, W, add=False)
-                    product_(dW, p.mT, h, add=start > 0)
+                    dx[rows] = p @ W
+                    add_product_(dW, p.mT, h)
                 del logits, p  # before the logits of the next chunk are made
         ctx.save_for_backward(dx, dW)
         return total
