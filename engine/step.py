@@ -10,6 +10,7 @@ import gc
 import math
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -122,41 +123,27 @@ def collect_garbage():
 
 class Profile:
     """Traces some steps of a run: call next() before every step, and close() at the end. Writes cfg.profile_steps steps
-    of the first rank to trace.json in out_dir, on a GPU also its memory to memory.pickle. A run that ends earlier
-    writes the steps that it has made."""
+    of the first rank to trace.json in out_dir. A run that ends earlier writes the steps that it has made."""
 
     def __init__(self, cfg, ranks, say):
-        self.folder = Path(cfg.out_dir)
+        self.path = Path(cfg.out_dir, "trace.json")
         self.say = say
-        self.cuda = ranks.device.type == "cuda"
-        self.wanted = cfg.profile_steps if ranks.first else 0
-        self.step = 0
         self.profiler = None
+        if cfg.profile_steps and ranks.first:
+            schedule = torch.profiler.schedule(wait=FIRST, warmup=1, active=cfg.profile_steps, repeat=1)
+            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.write)
+            self.profiler.start()
 
     def next(self):
-        if self.wanted and self.step == FIRST:
-            if self.cuda:
-                torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self.profiler = torch.profiler.profile()  # of the CPU and the GPU
-            self.profiler.start()
-        elif self.step == FIRST + self.wanted:
-            self.close()
-        self.step += 1
+        if self.profiler is not None:
+            self.profiler.step()
 
     def close(self):
         if self.profiler is not None:
-            tried("the trace", self.write)
-        elif self.wanted:
-            self.say(f"profile_steps={self.wanted}: no trace, because the run made at most {FIRST} steps")
-        self.profiler = None
-        self.wanted = 0
+            self.profiler.stop()
+            if self.profiler.step_num <= FIRST:
+                self.say(f"profile_steps: no trace, because the run made at most {FIRST} steps")
 
-    def write(self):
-        if self.cuda:
-            torch.cuda.synchronize()
-        self.profiler.stop()
-        self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
-        if self.cuda:
-            torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self.say(f"trace of {self.step - FIRST} steps in {self.folder}/trace.json, for https://ui.perfetto.dev")
+    def write(self, profiler: torch.profiler.profile):
+        if tried("the trace", partial(profiler.export_chrome_trace, str(self.path))):
+            self.say(f"trace in {self.path}, for https://ui.perfetto.dev")

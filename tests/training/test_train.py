@@ -551,10 +551,10 @@ def test_steps_are_traced(run, capsys):
     folder = run(*short, "--profile_steps=3", "--max_iters=9")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("name") == "aten::_fused_adamw_" for event in events) == 3 * 2  # two groups of parameters
-    assert f"trace of 3 steps in {folder}/trace.json" in capsys.readouterr().out
+    assert f"trace in {folder}/trace.json" in capsys.readouterr().out
     assert losses(folder) == losses(run(*short, "--max_iters=9", out="plain"))
     folder = run("--max_iters=4", "--profile_steps=3", out="short")
-    assert "profile_steps=3: no trace" in capsys.readouterr().out and not (folder / "trace.json").exists()
+    assert "profile_steps: no trace" in capsys.readouterr().out and not (folder / "trace.json").exists()
 
 
 @pytest.mark.parametrize("users, set_to", [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "None")])
