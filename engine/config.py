@@ -49,6 +49,7 @@ class Config(ModelConfig):
     beta2: float = 0.95  # [<1] decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
     muon_lr: float = 0.02  # [optimizer=muon] Muon's highest learning rate
+    conv_lr: float = 0.0  # [conv>0] highest learning rate of the taps of convolutions, 0 = learning_rate
     muon_momentum: float = 0.95  # [<1] [optimizer=muon] Muon's decay of the mean gradient
     ema_decay: float = 0.0  # [<1] keep an average A = d A + (1 - d) W of the weights, later named ema:RUN; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
@@ -126,6 +127,9 @@ class Config(ModelConfig):
 
     def check_schedule(self):
         """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
+        if self.learning_rate == 0 and (self.optimizer == "muon" or self.conv_lr):
+            why = "muon_lr and conv_lr are scheduled in proportion to it; set learning_rate above 0"
+            refuse(self, "learning_rate", why)
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
         cooldown = self.cooldown_iters or end // 5

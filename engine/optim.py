@@ -285,9 +285,6 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     that of matrix products."""
     kind = OPTIMIZER[cfg.optimizer]
     hidden = hidden_matrices(model) if kind.muon else {}
-    if hidden and cfg.learning_rate == 0:
-        fact = "learning_rate=0.0 with optimizer=muon: muon_lr is scheduled in proportion to it"
-        raise ValueError(f"{fact}; set learning_rate above 0")
     loads = load_biases(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied: once
     others = defaultdict(list)  # by their learning rates, relative to cfg.learning_rate
@@ -312,6 +309,8 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
 def lr_ratio(name: str, p: nn.Parameter, cfg) -> float:
     """The learning rate, relative to cfg.learning_rate, of a parameter that Muon does not train. Rates of some
     parameters' own go here, by name."""
+    if cfg.conv_lr and name.endswith(".conv.weight"):
+        return cfg.conv_lr / cfg.learning_rate
     return 1.0
 
 

@@ -96,6 +96,23 @@ def test_who_gets_muon(tied):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
+@pytest.mark.parametrize("conv_lr, ratio", [(0.0, 1.0), (4e-3, 4.0)])
+def test_convolutions_may_have_a_learning_rate_of_their_own(optimizer, conv_lr, ratio):
+    """One step of Adam moves a number by its learning rate, whatever its gradient is."""
+    model = tiny(conv=4, n_layer=2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build(model, config(optimizer=optimizer, conv_lr=conv_lr, weight_decay=0.0))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    optimizer.set_lr(5e-4)  # half of learning_rate
+    optimizer.step()
+    moved = {name: float((before[name] - p.detach()).mean()) for name, p in model.named_parameters()}
+    taps = [moved[name] for name in moved if name.endswith("conv.weight")]
+    assert taps == pytest.approx(4 * [ratio * 5e-4])
+    assert moved["wte.weight"] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
 def test_the_biases_of_experts_move_by_a_rate_of_their_own(optimizer):
     """Whatever the schedule says, and without weight decay or state."""
     model = tiny(n_expert=4)
