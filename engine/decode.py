@@ -75,35 +75,12 @@ def set_caches(model: Model, length: int):
             m.cache = RowCache(m.reach) if length else None
 
 
-class TextReader:
-    """Reads a text piece by piece with caches of `length` tokens, and computes the logits of its next token."""
-
-    def __init__(self, model: Model, length: int, memory: Tensor | None):
-        self.model = model
-        self.n_params = model.n_params()
-        self.threads = torch.get_num_threads()
-        self.length = length
-        self.memory = memory
-        self.clear()
-
-    def clear(self):
-        """Forget the text."""
-        set_caches(self.model, self.length)
-        self.end = 0  # the number of tokens in the caches
-
-    def read(self, idx: Tensor) -> Tensor:
-        """Appends the tokens idx (B, T) to the text; returns the logits of the token after it, (B, V)."""
-        self.limit_threads(idx)
-        x = self.model.hidden(idx, self.end, memory=self.memory)
-        self.end += idx.size(1)
-        return self.model.logits(x[:, -1])
-
-    def limit_threads(self, idx: Tensor):
-        """Few products are computed in one thread of a CPU, unless the user has set OMP_NUM_THREADS. Several are not
-        faster, and beside another busy process they wait for each other: docs/results.md has the figures."""
-        if idx.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            few = self.n_params * idx.numel() < FEW
-            torch.set_num_threads(1 if few else self.threads)
+def limit_threads(idx: Tensor, n_params: int, threads: int):
+    """Few products are computed in one thread of a CPU, and others in so many `threads`, unless the user has set
+    OMP_NUM_THREADS. With few, several are not faster, and beside another busy process they wait for each other."""
+    if idx.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        few = n_params * idx.numel() < FEW
+        torch.set_num_threads(1 if few else threads)
 
 
 @torch.inference_mode()
@@ -118,17 +95,25 @@ def generate(
     limit = model.cfg.block_size
     require(model.cfg.objective != "masked", "objective=masked does not continue a text; it fills blanks in one")
     length = min(limit, idx.size(1) + max_new_tokens)
-    reader = TextReader(model, length, model.encode(source))
+    memory = model.encode(source)
+    n_params = model.n_params()
+    threads = torch.get_num_threads()
     text = idx[:, -limit:]
     new = text
+    end = 0  # the number of tokens in the caches
+    set_caches(model, length)
     try:
         for _ in range(max_new_tokens):
-            if reader.end + new.size(1) > length:
+            if end + new.size(1) > length:
                 new = text
-                reader.clear()
-            new = choose(finite(reader.read(new)))[:, None]
+                end = 0
+                set_caches(model, length)
+            limit_threads(new, n_params, threads)
+            x = model.hidden(new, end, memory=memory)
+            end += new.size(1)
+            new = choose(finite(model.logits(x[:, -1])))[:, None]
             text = torch.cat((text, new), dim=1)[:, -limit:]
             yield new[:, 0]
     finally:
-        torch.set_num_threads(reader.threads)
+        torch.set_num_threads(threads)
         set_caches(model, 0)
