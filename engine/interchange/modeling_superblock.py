@@ -49,6 +49,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = SuperblockConfig
     base_model_prefix = "model"
+    _input_embed_layer = "wte"  # of `model`
     _tied_weights_keys = {"model.head.weight": "model.wte.weight"}
 
     def __init__(self, config: SuperblockConfig):
@@ -61,12 +62,6 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         config.num_hidden_layers = len(self.cached)  # of transformers' caches; a layer may have several
         self.names = {m: name for name, m in self.model.named_modules()}
         self.post_init()
-
-    def get_input_embeddings(self):
-        return self.model.wte
-
-    def set_input_embeddings(self, value):
-        self.model.wte = value
 
     def get_output_embeddings(self):
         return self.model.head
