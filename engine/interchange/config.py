@@ -60,17 +60,12 @@ def express(condition: object, fact: str):
 
 
 def refuse_rest(keys: dict, neutral: dict[str, Any]):
-    """ValueError names the keys that nobody has taken, unless they have these values, or null."""
-    rest = []
+    """ValueError names the first key that nobody has taken, unless it has this value, or null."""
+    remedy = "delete it if it changes nothing in this model, or choose another model"
     for name, value in sorted(keys.items()):
         wanted = neutral.get(name)
         if value != wanted and (wanted or value is not None):
-            rest.append(f"{name!r:.80}={value!r:.80}")
-    more = ""
-    if len(rest) > 2:
-        more = f" and {len(rest) - 2} more"
-    remedy = "delete keys that change nothing in this model, or choose another model"
-    require(not rest, f"nothing here reads {', '.join(rest[:2])}{more}; {remedy}")
+            raise ValueError(f"nothing here reads {name!r:.80}={value!r:.80}; {remedy}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ class Family:
     activations: dict[str, str] = field(default_factory=lambda: GATED)  # theirs -> our flag mlp
 
     def flags(self, config: dict) -> dict[str, Any]:
-        """Our flags for this config.json. ValueError if they cannot express it."""
+        """Our flags for this config.json. ValueError if they cannot express it, or another error for a wrong type."""
         keys = self.keys | config
         flags = dict(self.ours)
         for name, flag in SAME.items():
@@ -125,12 +120,9 @@ class Family:
         for name, flag in CAPS.items():
             if name in self.keys:
                 flags[flag] = keys.pop(name) or 0.0
-        try:
-            flags |= self._mlp(keys, flags["n_embd"])
-            for part in self.parts:
-                flags |= part(keys, flags)
-        except (TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"a key has a value of a wrong type ({error}); correct it") from None
+        flags |= self._mlp(keys, flags["n_embd"])
+        for part in self.parts:
+            flags |= part(keys, flags)
         for name in (*UNREAD, *self.unread):
             keys.pop(name, None)
         refuse_rest(keys, NEUTRAL | self.fixed)
@@ -256,12 +248,12 @@ def windows(keys: dict, flags: dict, slides: Callable[[int], bool]) -> dict:
 
 def rope(keys: dict, flags: dict) -> dict:
     """RoPE of all layers, in the keys of transformers 5 (rope_parameters) or of older releases, which both read. Where
-    a file has both, transformers takes rope_scaling. The context before scaling may stand beside the dictionary."""
+    a file has both, transformers takes rope_scaling."""
     old, new = keys.pop("rope_scaling"), keys.pop("rope_parameters")
     given = dict(old or new or {})
     kind = given.pop("type", None)  # the older name of rope_type
     given.setdefault("rope_type", kind)
-    return read_scaling(given, keys.pop("rope_theta"), flags, keys.pop("original_max_position_embeddings"))
+    return read_scaling(given, keys.pop("rope_theta"), flags)
 
 
 def rope_of_two_kinds(keys: dict, flags: dict) -> dict:
@@ -279,16 +271,14 @@ def rope_of_two_kinds(keys: dict, flags: dict) -> dict:
     return found | {"rope_theta_local": theta, "pos_pattern": pattern.strip("G") and pattern}
 
 
-def read_scaling(given: dict, theta: float, flags: dict, original: float | None = None) -> dict:
+def read_scaling(given: dict, theta: float, flags: dict) -> dict:
     """rope_theta and rope_scaling, from transformers' dictionary of RoPE's parameters. If it lacks a base, `theta`
-    counts. `original`, the context before scaling that stands beside the dictionary, counts before the one in there."""
+    counts."""
     given = {name: value for name, value in given.items() if value is not None}
     kind = given.pop("rope_type", "default")
     express(kind in SCALING, f"rope_type={kind!r:.80}, but only {', '.join(SCALING)}")
     theta = given.pop("rope_theta", theta)
     defaults = {"original_max_position_embeddings": flags["block_size"], "beta_fast": 32, "beta_slow": 1} | given
-    if original is not None:
-        defaults["original_max_position_embeddings"] = original
     words = [kind]
     for name in SCALING[kind]:
         value = defaults.get(name)

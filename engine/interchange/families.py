@@ -121,7 +121,7 @@ GPT2 = {
 }
 LLAMA_KEYS = dict.fromkeys(
     "vocab_size num_hidden_layers num_attention_heads hidden_size max_position_embeddings intermediate_size".split()
-    + "num_key_value_heads head_dim rope_scaling rope_parameters original_max_position_embeddings".split()
+    + "num_key_value_heads head_dim rope_scaling rope_parameters".split()
 ) | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 WINDOWS = {"sliding_window": 4096, "layer_types": None}
 QWEN_KEYS = LLAMA_KEYS | WINDOWS | {"use_sliding_window": False, "max_window_layers": 28, "num_key_value_heads": 32}

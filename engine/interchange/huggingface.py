@@ -159,6 +159,8 @@ def read_hf(where: str | Path) -> Pretrained:
         flags = family.flags(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{file}: a key has a value of a wrong type ({error}); correct it") from None
     return Pretrained(folder, family, family.keys | config, flags, open_files(folder))
 
 

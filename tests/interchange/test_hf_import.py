@@ -25,12 +25,9 @@ MORE = """
 """.split()
 ROPE = ("llama", "mistral", "qwen", "gemma2")
 EDITS = {  # keys to change at once, the beginnings of the names of models, whether both read it
-    "yarn, original context beside": (
-        dict(rope_parameters=SCALED | dict(original_max_position_embeddings=12), original_max_position_embeddings=6),
-        ROPE, True,
-    ),
+    "yarn, original context": (dict(rope_parameters=SCALED | dict(original_max_position_embeddings=12)), ROPE, True),
+    "yarn, original context beside": (dict(rope_parameters=SCALED, original_max_position_embeddings=6), ROPE, False),
     "yarn, no original context": (dict(rope_parameters=SCALED), ROPE, True),
-    "llama3, original context beside": (dict(rope_parameters=LLAMA3, original_max_position_embeddings=6), ROPE, True),
     "llama3, no original context": (dict(rope_parameters=LLAMA3), ROPE, True),
     "no layer_types": (WINDOW | dict(layer_types=ABSENT), ("qwen2", "qwen3"), True),
     "a pattern": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma3",), True),
