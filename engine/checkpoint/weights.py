@@ -114,11 +114,11 @@ def of_nanogpt(file: str) -> Weights:
     from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 
     model_args, tensors, config = read_nanogpt(file)
-    flags, tensors = from_nanogpt(model_args, tensors)
+    weights = from_nanogpt(model_args, tensors)
 
     def tokenizer() -> Tokenizer:
         """GPT-2's, or that of our data set which has the same name and size as nanoGPT's."""
-        size = flags["vocab_size"]
+        size = weights.cfg.vocab_size
         if size in GPT2_SIZES:
             return from_spec({"kind": "gpt2"})
         name = str(config.get("dataset"))
@@ -129,8 +129,7 @@ def of_nanogpt(file: str) -> Weights:
         fact = f"{file} holds no tokenizer, and data/{name:.40} has none of {size} ids"
         raise ValueError(f"{fact}; prepare the data that it was trained on")
 
-    weights = tensors | {"head.weight": tensors["wte.weight"]}
-    return Weights(file, flags, tokenizer, lambda sharded: sharded.fill(weights))
+    return Weights(file, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 def of_hf(folder: str) -> Weights:

@@ -1,7 +1,6 @@
 """Reads checkpoints of nanoGPT without running code that they may hold."""
 
 import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from zipfile import is_zipfile
@@ -31,23 +30,17 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     try:
         # With mmap, the optimizer's two thirds of the file are never read. Files older than torch 1.6 have no mmap.
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{file} is not loaded, as it holds more than tensors and plain values; {REMEDY}") from error
+        model_args, model, config = (dict(checkpoint[key]) for key in ("model_args", "model", "config"))
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
-        raise ValueError(f"{file} is damaged or of another kind ({type(error).__name__}); {REMEDY}") from error
-    match checkpoint:
-        case {"model_args": dict(model_args), "model": dict(model), "config": dict(config)}:
-            pass
-        case _:
-            fact = "it lacks a dictionary model_args, model or config"
-            raise ValueError(f"{file} is no nanoGPT checkpoint: {fact}; {REMEDY}")
+        fact = f"{file} is damaged, holds more than tensors and plain values, or lacks model_args, model or config"
+        raise ValueError(f"{fact} ({type(error).__name__}); {REMEDY}") from error
     tensors = {str(name).removeprefix("_orig_mod."): x for name, x in model.items()}  # torch.compile's prefix
     return model_args, tensors, config
 
 
-def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-    """Our flags and our parameters in float32, without head.weight, which is tied to wte.weight. ValueError names a
-    tensor that is absent, has another shape, or is not a dense floating-point tensor of finite numbers."""
+def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> Pretrained:
+    """Our flags and our parameters. ValueError names a tensor that is absent, has another shape, or is not a dense
+    floating-point tensor. Whether its numbers are finite is known when it is asked for."""
     place = "nanoGPT checkpoint"
     model_args = {"bias": True, "dropout": 0.0} | model_args  # which older checkpoints lack
     try:
@@ -58,7 +51,7 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> tuple[dict, dict
         try_flags(ModelConfig(**flags))
     except ValueError as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from None
-    return flags, dict(Pretrained(place, NANOGPT, {}, flags, state, REMEDY))
+    return Pretrained(place, NANOGPT, {}, flags, state, REMEDY)
 
 
 def dense(x: object) -> bool:

@@ -19,7 +19,7 @@ import evaluate
 import sample
 from data.tokenizer import CharTokenizer
 from engine.interchange.nanogpt import from_nanogpt
-from model import Model, ModelConfig
+from model import Model
 
 RUNS = {
     "causal": ["--pos=rope", "--doc_mask=True"],
@@ -143,9 +143,9 @@ def nanogpt_file(file: Path, **config) -> Model:
     torch.manual_seed(0)
     state = nanogpt_state(**ARGS)
     write(file, model=state, model_args=ARGS, config=config)
-    flags, tensors = from_nanogpt(ARGS, dict(state))
-    model = Model(ModelConfig(**flags))
-    model.load_state_dict(tensors, strict=False)
+    weights = from_nanogpt(ARGS, dict(state))
+    model = Model(weights.cfg)
+    model.load_state_dict(dict(weights), strict=False)
     return model.double().eval()
 
 
