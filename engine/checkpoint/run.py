@@ -168,8 +168,6 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
         if state["flags"].get(name, value) != value:
             notes.append(f"{name}={value} draws the data in another order, so what is read may come again")
     changed = [name for name in OF_EVALUATION if state["flags"].get(name) != getattr(cfg, name)]
-    if cfg.eval_iters == 0 and "eval_iters" not in changed:  # all windows, in whatever batches
-        changed = [name for name in changed if name not in ("batch_size", "seed")]
     if stored.get("val") != val.hashes:
         changed.append("the validation data")
     if changed and state["best_val_loss"] is not None:
