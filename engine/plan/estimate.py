@@ -261,8 +261,8 @@ class Rank:
         gradient. Uncompiled, it keeps logits and logarithms in float32 too."""
         cfg = self.cfg
         vocab = cfg.vocab_rows // cfg.tp
-        rows = ops.rows_at_once(cfg.loss_chunk, vocab, self.device)
-        logits = vocab * ops.equal_rows(cfg.batch_size * self.lengths[0] // cfg.cp, rows)  # of a chunk
+        tokens = cfg.batch_size * self.lengths[0] // cfg.cp
+        logits = vocab * ops.rows_at_once(tokens, cfg.loss_chunk, vocab, self.device)  # of a chunk
         cast = self.size % 4  # bytes of a number that autocast has cast
         of_logit = 2 * self.size
         if not cfg.compile:
