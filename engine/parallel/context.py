@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.errors import require
-from engine.parallel.tensor import Exchange
+from engine.parallel.tensor import gathered
 from model import Heads, Neighbours
 from ops import Mask, boundaries
 
@@ -79,7 +79,7 @@ def gathered_pieces(group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, 
     the back piece, (B, Hkv, S, E)."""
     heads = k.size(1), v.size(1)  # simplified blocks may have more values than keys
     n, _, back = piece_indices(group)
-    parts = Exchange.apply(torch.cat((k, v), dim=1), 2, group, True).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
+    parts = gathered(torch.cat((k, v), dim=1), 2, group).chunk(n, dim=2)  # 0, n-1, 1, n-2, ...
     in_order = [*parts[::2], *parts[::-2]]
     return torch.cat(in_order[: back + 1], dim=2).split(heads, dim=1)
 
@@ -89,7 +89,7 @@ def pieces_behind_rows(group: ProcessGroup, n: int, x: Tensor) -> Tensor:
     ranks exchange the last n rows of their pieces."""
     pieces = x.unflatten(-2, (2, -1))
     _, *indices = piece_indices(group)
-    last = Exchange.apply(pieces[..., -n:, :], pieces.dim() - 3, group, True)
+    last = gathered(pieces[..., -n:, :], pieces.dim() - 3, group)
     parts = last.unbind(-3)  # of pieces 0, n-1, 1, n-2, ...
     ends = [torch.zeros_like(parts[0]), *parts[::2], *parts[::-2]]  # in order, behind those before the text
     before = torch.stack([ends[i] for i in indices], dim=-3)

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from engine.parallel.tensor import keep_slice
+from engine.parallel.tensor import collectives, keep_slice
 from model import ExpertLinear, Experts
 from ops import by_expert, has_values
 
@@ -35,20 +35,11 @@ def check(cfg, ranks: int):
         raise ValueError(f"{fact}; use full, or set compile=False")
 
 
-class AllToAll(torch.autograd.Function):
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     """Send the first sent[0] rows of x to the first rank of the group, and so on; returns the rows that the ranks send
     to this one, received[0] from the first rank."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.options = received, sent, group
-        out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return AllToAll.apply(grad, *ctx.options), None, None, None
+    out = collectives.all_to_all_single(x.contiguous(), received, sent, group.group_name)
+    return collectives.wait_tensor(out)
 
 
 def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool = False) -> set[str]:
@@ -78,9 +69,9 @@ def exchanged(read: Callable, group: ProcessGroup, rows: Tensor, ends: Tensor) -
     splits = [[len(rows) // n] * n] * 2  # of pretended tensors
     if has_values(rows):
         splits = torch.stack((load.view(n, -1).sum(1), coming.view(n, -1).sum(1))).tolist()  # the host waits
-    x = AllToAll.apply(rows, *splits, group)
+    x = exchange_rows(rows, *splits, group)
     mine = torch.arange(len(load) // n, device=load.device)
     expert = mine.repeat(n).repeat_interleave(coming, output_size=len(x))  # of each row
     order, ends = by_expert(expert, len(mine))
     y = read(x.index_select(0, order), ends).index_select(0, order.argsort())
-    return AllToAll.apply(y, *reversed(splits), group)
+    return exchange_rows(y, *reversed(splits), group)

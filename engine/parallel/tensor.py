@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # which gives `collectives` their gradients
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +30,8 @@ from torch.distributed import ProcessGroup
 from data.objective import objective_class
 from model import ExpertLinear, GroupedLinear, Linear, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
+
+collectives = torch.ops._c10d_functional
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
 WHOLE = ("second", "router", "before", "after", "last", "whole")
@@ -83,38 +86,20 @@ def check(cfg):
             raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
 
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
-
-
 def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The x of all ranks, concatenated along dim."""
-    out = x.new_empty(dist.get_world_size(group), *x.shape)
-    all_gather(out.flatten(0, 1), x.contiguous(), group=group)
-    return out.movedim(0, dim).flatten(dim, dim + 1)
+    """The x of all ranks, concatenated along dim. Its backward is `scattered`: between all-gather and reduce-scatter,
+    each rank computes one term of a sum over the ranks."""
+    n = dist.get_world_size(group)
+    out = collectives.all_gather_into_tensor(x.contiguous(), n, group.group_name)
+    return torch.cat(collectives.wait_tensor(out).chunk(n), dim)
 
 
 def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's piece, along dim, of the sum of x over the ranks. Selective recomputation keeps this new tensor."""
+    """This rank's piece, along dim, of the sum of x over the ranks. Its backward is `gathered`."""
     n = dist.get_world_size(group)
     x = torch.cat(x.chunk(n, dim))  # of which the collective cuts the first dimension
-    out = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", n, group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(out)
-
-
-class Exchange(torch.autograd.Function):
-    """`gathered` if gather is True, otherwise `scattered`. Each is the backward of the other: between all-gather and
-    reduce-scatter, each rank computes one term of a sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: ProcessGroup, gather: bool) -> Tensor:
-        ctx.options = dim, group, gather
-        return gathered(x, dim, group) if gather else scattered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        dim, group, gather = ctx.options
-        back = scattered(grad, dim, group) if gather else gathered(grad, dim, group)
-        return back, None, None, None
+    out = collectives.reduce_scatter_tensor(x, "sum", n, group.group_name)
+    return collectives.wait_tensor(out)
 
 
 def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
@@ -127,11 +112,11 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
     cut_parameters(model, cuts, rank, n)
 
     def gather(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
-        return Exchange.apply(x.to(matmul_dtype(x)), 1, group, True)
+        return gathered(x.to(matmul_dtype(x)), 1, group)
 
     def reduce(module: nn.Module, args: tuple) -> Tensor:
         x = args[0]  # in float32 if a gain has scaled it
-        return Exchange.apply(x.to(stream_dtype(model.cfg, x)), 1, group, False)
+        return scattered(x.to(stream_dtype(model.cfg, x)), 1, group)
 
     for module in model.modules():
         role = getattr(module, "role", None)
@@ -194,7 +179,7 @@ def lookup(model: nn.Module, rank: int, group: ProcessGroup, idx: Tensor) -> Ten
     row = idx - rank * wte.weight.size(0)  # (B, T)
     here = (row >= 0) & (row < wte.weight.size(0))
     x = F.embedding(row.where(here, 0), wte.weight)
-    return Exchange.apply(x.to(stream_dtype(model.cfg, x)) * here[..., None], 1, group, False)
+    return scattered(x.to(stream_dtype(model.cfg, x)) * here[..., None], 1, group)
 
 
 def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ class Trace(TorchDispatchMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         if "c10d" in namespace:
-            n = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+            n = max(t.nbytes for t in tree_leaves((args, out)) if isinstance(t, Tensor))
             if name == "allreduce_":
                 n *= 2
             boxed = [a for a in args if isinstance(a, torch.ScriptObject)]

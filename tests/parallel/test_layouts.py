@@ -393,7 +393,7 @@ def test_layers_of_a_superblock_need_half_of_the_collectives(flags, sums, preten
         sent.clear()
         with Operations(lambda f, *_: sent.update([f.__name__.partition(".")[0]])):
             step(rank)
-        for name in ("_allgather_base_", "reduce_scatter_tensor"):
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             assert sent[name] == 2 * cfg.n_layer * sums + 2, name  # for layers, embedding and head
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import ROOT, Operations
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -102,11 +103,10 @@ class Collectives(Operations):
 
     def count(self, func, args, kwargs, out):
         name = func._schema.name.partition("::")[2]
-        if func.namespace == "_c10d_functional" and name == "reduce_scatter_tensor":
-            self.sent[args[2]] += args[0].nbytes * (args[2] - 1) / args[2]
-        elif func.namespace == "c10d":
-            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-            n, tensors = group.size(), [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+        if "c10d" in func.namespace and name != "wait_tensor":
+            boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
+            group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_group(args[-1])
+            n, tensors = group.size(), [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
             if name == "alltoall_base_" and not self.tokens:
                 self.sent[n] += tensors[1].itemsize * (sum(args[4]) - args[4][group.rank()])
             else:
