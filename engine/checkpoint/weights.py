@@ -28,6 +28,8 @@ from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import Saved
 from engine.config import Config
+from engine.interchange.huggingface import read_hf
+from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.plan import memory
@@ -111,8 +113,6 @@ def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
 
 
 def of_nanogpt(file: str) -> Weights:
-    from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
-
     model_args, tensors, config = read_nanogpt(file)
     weights = from_nanogpt(model_args, tensors)
 
@@ -133,8 +133,6 @@ def of_nanogpt(file: str) -> Weights:
 
 
 def of_hf(folder: str) -> Weights:
-    from engine.interchange.huggingface import read_hf
-
     weights = read_hf(folder)
     tokenizer = partial(build, f"hf:{weights.place}", list)
     return Weights(weights.place, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
