@@ -253,10 +253,9 @@ def attention_kernel(
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
     full      all queries see all keys, or causal with T = S without slots      none: one fused call
-    strips    slots beside a window or documents                                a (128, S) mask; a fused call per strip
-    flash     `flash`, see takes_flash: a window, or causal with more keys      none: one fused call
-    varlen    `flash`: at most 65535 documents, of known boundaries             none: one fused call
-    window    causal, each query sees the last W keys, with T = S               a (W, 2W) mask; two fused calls
+    strips    no `flash`, see takes_flash; or slots beside a window, documents  a (128, S) mask; a fused call per strip
+    flash     a window, or causal with more keys                                none: one fused call
+    varlen    at most 65535 documents, of known boundaries                      none: one fused call
     strips    all else                                                          a (128, S) mask; a fused call per strip
     """
     if mapped or (dropout and device == "cpu"):
@@ -265,14 +264,12 @@ def attention_kernel(
     limited = bool(mask.window) or mask.docs is not None
     if not (before or limited):
         return "full"
-    if slots and limited:
+    if not flash or slots and limited:
         return "strips"
-    if flash and mask.docs is None:
+    if mask.docs is None:
         return "flash"
-    if flash and len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16:  # the second size of CUDA's grids
+    if len(mask.docs) > 2 and len(mask.docs[2]) <= 2**16:  # the second size of CUDA's grids
         return "varlen"
-    if mask.docs is None and mask.window and mask.causal and not before:
-        return "window"
     return "strips"
 
 
@@ -305,8 +302,6 @@ def attention(
     sdpa = partial(fused_attention, scale=D**-0.5, dropout_p=dropout)
     if kernel == "full":
         return sdpa(q, k, v, is_causal=mask.causal)
-    if kernel == "window":
-        return window_attention(sdpa, q, k, v, mask.window)
     if kernel in ("flash", "varlen"):
         return flash_attention(q, k, v, mask, D**-0.5, dropout)
     strips = strips or strip_attention
@@ -351,29 +346,6 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
         return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=q.size(1) != k.size(1), **options)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
-
-
-def window_attention(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
-    """Causal attention to the last W positions, its own included, in O(T W): blocks of W queries see 2W keys each. The
-    first block has no predecessor and is plain causal attention; the other blocks share one (W, 2W) mask."""
-    B, H, T, E = q.shape
-    n = -(-T // W)
-    padding = (0, 0, 0, n * W - T)  # behind the last position, where the causal mask hides it
-    q, k, v = (F.pad(x, padding) for x in (q, k, v))
-
-    def blocks(x: Tensor, first: int, width: int) -> Tensor:
-        x = x[:, :, first:].unfold(2, width, W)  # n - 1 overlapping views: (B, heads, n-1, E, width)
-        return x.permute(2, 0, 1, 4, 3).flatten(0, 1)  # ((n-1) B, heads, width, E)
-
-    i = torch.arange(W, device=q.device)[:, None]
-    j = torch.arange(2 * W, device=q.device)
-    band = (j > i) & (j <= i + W)  # (W, 2W): key 0 is W positions before query 0
-    keys = blocks(k, 0, 2 * W)
-    values = blocks(v, 0, 2 * W)
-    rest = sdpa(blocks(q, W, W), keys, values, attn_mask=band)
-    rest = rest.view(n - 1, B, H, W, E).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, H, (n-1) W, E)
-    first = sdpa(q[:, :, :W], k[:, :, :W], v[:, :, :W], is_causal=True)
-    return torch.cat((first, rest), dim=2)[:, :, :T]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:

@@ -13,9 +13,9 @@ ops.py: Sliding windows that look both ways (masked models, encoders) see one ke
   - hi = hi.minimum(i + self.window)
   + hi = hi.minimum(i + self.window + 1)
   tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
-ops.py: Sliding windows on the fused causal path hold W + 1 keys from the second block of queries on.
-  - band = (j > i) & (j <= i + W)
-  + band = (j >= i) & (j <= i + W)
+ops.py: Sliding windows in strips of queries hold W + 1 keys.
+  - lo = (i - self.window + 1).clamp(min=0)
+  + lo = (i - self.window).clamp(min=0)
 model.py: ALiBi is listed, but nothing is added to the scores.
   - slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]
   + slope = 0 * alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None]

@@ -55,7 +55,7 @@ ATTENTION = {  # case -> (its kernel on a CPU, on CUDA in float32 and on CUDA in
     "causal": ("full full full", {}),
     "all keys": ("full full full", {"causal": False}),
     "last token": ("full full full", {"queries": 1}),
-    "window": ("window window flash", {"window": 50}),
+    "window": ("strips strips flash", {"window": 50}),
     "after a cache": ("strips strips flash", {"queries": 60}),
     "documents": ("strips strips varlen", {"docs": True}),
     "documents in a window": ("strips strips varlen", {"docs": True, "window": 50, "causal": False}),

@@ -229,12 +229,12 @@ def test_the_residual_stream_has_the_dtype_of_the_flag():
 
 @pytest.mark.parametrize("device,cp,flags,said", [
     ("cpu", 1, {}, "full (2 layers)"),
-    ("cpu", 1, {"window": 3, "window_pattern": "SL"}, "window (1 layer), full (1 layer)"),
+    ("cpu", 1, {"window": 3, "window_pattern": "SL"}, "strips (1 layer), full (1 layer)"),
     ("cpu", 1, {"window": 3, "objective": "masked"}, "strips (2 layers)"),
     ("cpu", 1, {"dropout": 0.1}, "naive (2 layers)"),
-    ("cpu", 1, {"window": 3, **SLOTS}, "window (2 layers), full (2 layers)"),
+    ("cpu", 1, {"window": 3, **SLOTS}, "strips (2 layers), full (2 layers)"),
     ("cpu", 1, {"pos": "alibi", **JOINT}, "strips (2 layers)"),
-    ("cpu", 1, {"objective": "seq2seq", "window": 3}, "window (2 layers), full (2 layers), strips (2 layers)"),
+    ("cpu", 1, {"objective": "seq2seq", "window": 3}, "strips (4 layers), full (2 layers)"),
     ("cpu", 1, {"objective": "seq2seq", "block": "parallel", "doc_mask": True}, "strips (6 layers)"),
     ("cpu", 2, {}, "strips (2 layers)"),
     ("cuda", 1, {"window": 3, "dropout": 0.1}, "flash (2 layers)"),
