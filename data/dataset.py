@@ -19,9 +19,7 @@ import json
 import math
 import os
 import re
-import resource
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -126,7 +124,6 @@ class DataSet:
         """Opens one split or mask, whose ids are below `limit`."""
         records = find_shards(self.folder, self.meta, name)
         check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
-        raise_open_file_limit()
         rank = int(os.environ.get("RANK", 0))
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         shards = []
@@ -259,13 +256,3 @@ def open_shard(path: Path, record: dict, limit: int) -> Shard:
     remedy = "set vocab_size to more, or prepare the data again"
     check(largest < limit, path, f"holds token id {largest}, but the vocabulary has only {limit}", remedy)
     return shard
-
-
-def raise_open_file_limit() -> None:
-    """Lets this process open up to 65,536 files if the system allows it, because every shard stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 2**16
-    if hard != resource.RLIM_INFINITY:
-        most = min(hard, most)
-    with suppress(ValueError, OSError):  # some systems have a lower limit of another kind
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import pickle
-import resource
 import stat
 import struct
 from contextlib import nullcontext, suppress
@@ -63,17 +62,6 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
     assert stream.read(140, 150).tolist() == list(range(140, 150))
     message = error(stream.read, 145, 155)
     assert "train_000000.bin was truncated: tokens 145 to 155 are missing" in message
-
-
-def test_more_shards_than_a_process_may_open_by_itself(tmp_path):
-    write_set(tmp_path, shard_tokens=1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, limits[1]))
-    try:
-        assert len(open_data(tmp_path).split("train")) == 200
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_raw_nanogpt_files(tmp_path, monkeypatch):
