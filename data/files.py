@@ -111,10 +111,6 @@ class Shard:
             raise problem(self.path, f"was truncated: tokens {part.start} to {part.stop} are missing")
         return np.frombuffer(content, self.dtype)
 
-    def mapped(self) -> np.memmap:
-        """All tokens as an array, (N,), for a single pass over them."""
-        return np.memmap(self.path, self.dtype, "r", self.offset)
-
 
 def open_file(path: Path) -> Shard:
     """Opens and checks the tokens of one file. Its format is found by an .idx beside it, the magic and the exact size.

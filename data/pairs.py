@@ -66,7 +66,7 @@ def documents(stream: TokenStream) -> np.ndarray:
     targets = []
     place = 0
     for shard in stream.mask.shards:
-        marks = shard.mapped()
+        marks = np.memmap(shard.path, shard.dtype, "r", shard.offset)  # for a single pass
         require(marks.max() < N_MARKS, f"the mask of {stream.name} has the mark {marks.max()}; prepare the data again")
         target = (marks & TARGET) > 0
         firsts.append(place + np.flatnonzero(marks & FIRST))
