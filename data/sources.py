@@ -141,10 +141,8 @@ class Source:
         except Exception as e:  # file systems and decompressors raise errors of many types
             if type(e) is ValueError:
                 raise
-            if "requires too much memory" in str(e):
-                fact = f"{name} was compressed with a window of more than 128 MB"
-                raise ValueError(f"{fact}; unpack it with zstd -d --long=31") from None
-            raise ValueError(f"{name} cannot be read ({reason(e)}); try again, replace it, or leave it out") from e
+            remedy = "try again, unpack it, replace it, or leave it out"
+            raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
         for number, (offset, content) in enumerate(self._parts(f)):
