@@ -27,7 +27,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from data.errors import printable, require
+from data.errors import require
 from data.files import write_file
 from flags import Flags, check_limits, documented, refuse_unused, rests_on, setting, unused
 from model import ModelConfig, try_flags
@@ -109,7 +109,7 @@ def parse_positional(cls: type[T], argv: list[str] | None = None, doc: str = "")
     argv = sys.argv[1:] if argv is None else argv
     words = [arg for arg in argv if not arg.startswith("-")]
     for word in words:
-        refuse_address(word, printable(word))
+        refuse_address(word, word)
     return words, parse(cls, [arg for arg in argv if arg.startswith("-")], doc)
 
 
@@ -212,7 +212,7 @@ def refuse_address(path: str, here: str):
 def read_argument(cls: type, arg: str) -> Setting:
     name, equals, text = arg.removeprefix("--").partition("=")
     if not arg.startswith("--") or not equals:
-        raise ValueError(f"{printable(arg)} ({COMMAND_LINE}): flags are written --name=value; --help lists them")
+        raise ValueError(f"{arg} ({COMMAND_LINE}): flags are written --name=value; --help lists them")
     flag = cls.__dataclass_fields__.get(name)
     if flag and flag.type is str and text[:1] not in ("'", '"'):
         return Setting(name, text, COMMAND_LINE)
@@ -328,7 +328,7 @@ def usage(cls: type, doc: str) -> str:
 
 def help_lines(cls: type, name: str) -> list[str]:
     """A flag with its default, its type or choices, and its doc."""
-    left = f"  --{name}={printable(getattr(cls, name))}"
+    left = f"  --{name}={getattr(cls, name)}"
     kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
     first, *others = textwrap.wrap(f"{kinds}: {documented(cls)[name].doc}", 60, break_on_hyphens=False)
     return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]

@@ -71,11 +71,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
 
 
-def printable(value: Any) -> str:
-    """The value as text, or its repr where a character cannot be printed, such as a line end in a path."""
-    return str(value) if str(value).isprintable() else repr(str(value))
-
-
 def say(line: str):
     """Print a line on stderr. A stderr that cannot be written is no reason to end."""
     with suppress(OSError):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.errors import printable, say
+from data.errors import say, shortened
 
 without_locks: set[Path] = set()  # folders of which a line has said so
 
@@ -63,7 +63,7 @@ def _lock(file: int, folder: Path, flag: str, seconds: float) -> None:
             time.sleep(0.05)
         except OSError as error:
             if folder not in without_locks:
-                fact = f"{printable(folder)} cannot be locked ({error.strerror})"
-                say(f"warning: {fact}; let no other process write there")
+                fact = f"{folder} cannot be locked ({error.strerror})"
+                say(shortened(f"warning: {fact}; let no other process write there"))
             without_locks.add(folder)
             return

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import one_line, printable, say
+from data.errors import one_line, say
 from data.files import decoded, read_file
 from data.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ LARGEST_PROMPT = 2**24  # bytes of a file with a prompt
 def read_text(flag: str, value: str, most: int) -> str:
     """The text of the file that `flag` names with `value`, a path or FILE:path. ValueError unless it is a regular file
     of UTF-8 text with at most `most` bytes."""
-    where = f"{flag}={printable(value[:200])}"
+    where = f"{flag}={value[:200]}"
     try:
         content = read_file(Path(value.removeprefix("FILE:")).expanduser(), most)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of expanduser

@@ -19,7 +19,7 @@ import torch
 
 from configurator import parse_positional
 from data import files
-from data.errors import command, printable, require, say, user_errors
+from data.errors import command, require, say, shortened, user_errors
 from engine.checkpoint import weights
 from engine.interchange.huggingface import write_hf
 from engine.interchange.tokenizer import export_tokenizer
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None):
         require(fits, f"expected export RUN DIR, not {' '.join(words) or 'nothing'}; --help says what they are")
         _, run, folder = words
         path = export(run, folder, options)
-        print(f"{printable(folder)}: the weights of {printable(path)}")
+        print(shortened(f"{folder}: the weights of {path}"))
 
 
 if __name__ == "__main__":

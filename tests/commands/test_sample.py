@@ -324,7 +324,7 @@ REFUSED = [  # run, flags, and what the line must name
     ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["more blanks than the model knows, 5; fill"]),
     ("seq2seq", ["--start=\ud800"], ["has no blank"]),
     ("causal", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
-    ("causal", ["nul.py"], ["start='FILE:a"]),
+    ("causal", ["nul.py"], ["start=FILE:a\\x00b: "]),
 ]
 FILES = {  # --start=FILE:... -> a part of the error line
     "fifo": "Not a regular file", "folder": "Not a regular file", "/dev/zero": "Not a regular file",
