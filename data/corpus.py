@@ -26,12 +26,12 @@ from tqdm import tqdm
 from data.base_tokenizer import END_OF_TEXT
 from data.command import Parser, out_folder
 from data.dataset import MASK
-from data.errors import require, say
+from data.errors import reason, require, say
 from data.files import SPLITS
 from data.hashing import hash64
 from data.lock import locked
 from data.pairs import Parts, encode
-from data.sources import RECORDS, Document, Source, find_files, reason
+from data.sources import RECORDS, Document, Source, find_files
 from data.tokenizer import build
 from data.writer import ShardWriter
 

@@ -64,6 +64,11 @@ def one_line(error: Exception) -> str:
     return shortened(text)
 
 
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, without the path of the operating system's errors, or else its type."""
+    return getattr(error, "strerror", None) or str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
 def shortened(text: str) -> str:
     """The text in one line, with control characters escaped. It may quote a very long value, of which only the ends
     stay."""

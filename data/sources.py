@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from data.errors import require, say
+from data.errors import reason, require, say
 from data.files import decoded, open_regular
 from data.pairs import Parts, of_chat
 
@@ -304,8 +304,3 @@ def hub_files(address: str) -> list[str]:
     except Exception as e:  # any type: name, configuration, format, access, network
         remedy = "check the name and the network, or pass --input= a folder with its .parquet or .jsonl files"
         raise ValueError(f"{address} cannot be read from the hub ({reason(e)}); {remedy}") from e
-
-
-def reason(e: BaseException) -> str:
-    """The first line of an error's message, or else its type."""
-    return getattr(e, "strerror", None) or str(e).strip().partition("\n")[0][:200] or type(e).__name__

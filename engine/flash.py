@@ -10,7 +10,7 @@ import torch.nn.attention
 from torch import Tensor
 
 import ops
-from data.errors import require
+from data.errors import reason, require
 from ops import Mask
 
 KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}  # major compute capability -> what PyTorch lets it run
@@ -38,7 +38,7 @@ def newest(cfg, device: torch.device, dtype: torch.dtype) -> str:
             torch.backends.cuda.enable_cudnn_sdp(False)  # which PyTorch would prefer for plain attention
             return f", by {name}"
         except Exception as error:  # a foreign package may raise anything
-            causes.append(f"{name}: {error}".partition("\n")[0][:100])
+            causes.append(f"{name}: {reason(error)}")
         if torch.nn.attention.current_flash_attention_impl():
             torch.nn.attention.restore_flash_attention_impl()
     return f", by PyTorch's kernels ({'; '.join(causes)})"

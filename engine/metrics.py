@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from data.errors import say, shortened
+from data.errors import reason, say, shortened
 from data.files import open_small, read_file, write_file, writing
 from engine.device import peak_memory_bytes
 
@@ -56,8 +56,8 @@ def tried(what: str, action: Callable[[], Any]) -> bool:
     try:
         action()
     except Exception as error:  # of any class
-        reason = shortened(f"{type(error).__name__}: {error}")
-        say(f"warning: {what} fails and is left out from here on ({reason}); metrics.jsonl has all figures")
+        fact = shortened(f"{what} fails and is left out from here on ({type(error).__name__}: {error})")
+        say(f"warning: {fact}; metrics.jsonl has all figures")
         return False
     return True
 
@@ -106,9 +106,8 @@ class Wandb:
         try:
             self.run = wandb.init(**options, id=known, resume="allow", dir=folder)
         except Exception as error:  # of its own classes
-            reason = str(error).strip().partition("\n")[0][:200]
             remedy = "log in by wandb login, set WANDB_MODE=offline, or leave wandb_log out"
-            raise ValueError(f"wandb_log=True: wandb cannot start: {reason}; {remedy}") from error
+            raise ValueError(f"wandb_log=True: wandb cannot start: {reason(error)}; {remedy}") from error
 
     def scalars(self, step: int, figures: dict):
         self.run.log(figures, step=step)

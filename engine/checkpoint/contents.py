@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import require
+from data.errors import reason, require
 from data.files import open_regular, read_file
 from engine.parallel.owners import Part
 
@@ -75,16 +75,9 @@ def damage_in(path: Path, file: str) -> Iterator[None]:
         text = f"checkpoint {path} is gone, or not seen from here; look which one {path.parent} holds now"
         if path.is_dir():
             remedy = f"bring it back from a copy, or move it out of {path.parent} to go on from the one before it"
-            text = f"checkpoint {path} is damaged: {file}: {first_line(error)}; {remedy}"
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            text = f"checkpoint {path} is damaged: {file}: {kind}{reason(error)}; {remedy}"
         raise Damaged(text) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of the error's message, shortened, after the name of its class unless that is ValueError."""
-    line = str(error).strip().partition("\n")[0][:200]
-    if type(error) is ValueError:
-        return line
-    return f"{type(error).__name__}: {line}"
 
 
 def step_of(path: Path) -> int:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import require, say
+from data.errors import reason, require, say
 from data.files import fsync, read_file, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
@@ -56,8 +56,7 @@ def save(
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or contents.first_line(error)  # such as: No space left on device
-        fact = f"cannot save checkpoint {final}: {reason}; earlier checkpoints are untouched"
+        fact = f"cannot save checkpoint {final}: {reason(error)}; earlier checkpoints are untouched"
         remedy = "make room or give another --out_dir, on a file system that all ranks share, and resume"
         raise OSError(f"{fact}; {remedy}") from error
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from configurator import resolve
 from data import files
 from data.base_tokenizer import Tokenizer
-from data.errors import require
+from data.errors import reason, require
 from engine.checkpoint import contents
 from engine.interchange.config import Family
 from engine.interchange.families import FAMILIES, choose
@@ -203,7 +203,7 @@ def open_files(folder: Path) -> dict[str, Tensor]:
                 opened = safe_open(path, framework="pt")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({str(error).splitlines()[0][:100]}); {AGAIN}") from None
+            raise ValueError(f"{path} is damaged ({reason(error)}); {AGAIN}") from None
         for name in tensors:
             require(name not in found, f"{path}: another file has {name!r:.80} too; {AGAIN}")
         found |= tensors

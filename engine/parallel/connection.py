@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from data.errors import say
+from data.errors import reason, say
 
 
 class Environment(NamedTuple):
@@ -61,9 +61,8 @@ def connect(cfg, place: Environment, device: torch.device):
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     except (OSError, ValueError, RuntimeError) as error:
         address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = str(error).strip().partition("\n")[0][:200]
         where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
-        raise ValueError(f"{where}: {reason}; start all of them with torchrun") from error
+        raise ValueError(f"{where}: {reason(error)}; start all of them with torchrun") from error
 
 
 def find_address(place: Environment, seconds: int):
@@ -123,12 +122,12 @@ def lost_ranks_end_the_run(out_dir: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = re.search(LOST, str(error))
-        if not dist.is_initialized() or not reason:
+        lost = re.search(LOST, str(error))
+        if not dist.is_initialized() or not lost:
             raise
         place = environment()
         if place.local_rank == 0 or place.rank == 1:
-            fact = f"rank {place.rank} has lost another rank, which has ended or hangs ({reason[0]})"
+            fact = f"rank {place.rank} has lost another rank, which has ended or hangs ({lost[0]})"
             remedy = f"go on with the same command, --out_dir={out_dir} and --init_from=resume"
             say(f"error: {fact}; unless torchrun starts all again, {remedy}")
         raise SystemExit(1) from None
