@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -37,16 +36,13 @@ def learning_rate(step: int, cfg) -> float:
     return SCHEDULE[cfg.schedule](step, cfg.lr_decay_iters or cfg.max_iters, cfg)
 
 
-def rescheduled(step: int, cfg, flags: dict) -> str:
-    """A warning if the learning rate of `step` differs between cfg and the checkpoint's flags, otherwise ""."""
+def rescheduled(cfg, flags: dict) -> str:
+    """A warning if max_iters moves the end of the schedule that the checkpoint's flags have, otherwise ""."""
     end = flags.get("lr_decay_iters") or flags.get("max_iters", cfg.max_iters)
-    new = learning_rate(step, cfg)
-    old = learning_rate(step, SimpleNamespace(**vars(cfg) | {"lr_decay_iters": end}))
-    if cfg.lr_decay_iters or new == old:
+    if cfg.schedule == "constant" or cfg.lr_decay_iters or cfg.max_iters == end:
         return ""
-    cause = f"max_iters={cfg.max_iters} moves the end of the schedule, which was {end}"
-    fact = f"the learning rate of step {step} is now {new:.2e} instead of {old:.2e}"
-    return f"warning: {cause}: {fact}; --lr_decay_iters={end} keeps the old schedule"
+    fact = f"max_iters={cfg.max_iters} moves the end of the schedule, which was {end}"
+    return f"warning: {fact}; --lr_decay_iters={end} keeps the old schedule"
 
 
 def constant(step: int, end: int, cfg) -> float:
