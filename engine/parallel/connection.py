@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from data.errors import reason, say
+from data.errors import reason, require, say
 
 
 class Environment(NamedTuple):
@@ -35,16 +35,12 @@ class Environment(NamedTuple):
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
     ValueError if these variables are no place of a rank."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    found |= {name: os.environ[name] for name in found if name in os.environ}
-    if all(re.fullmatch("[0-9]{1,9}", text) for text in found.values()):
-        place = Environment(*map(int, found.values()))
-        if place.rank < place.size and place.local_rank < place.local_size:
-            return place
-    said = ", ".join(f"{name}={text}" for name, text in found.items())
-    fact = f"{said:.200} in the environment is not the place of a rank, which counts from 0"
-    raise ValueError(f"{fact}; unset these variables, or start with torchrun, which sets them")
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    require(rank < size, f"RANK={rank} is not below WORLD_SIZE={size}; start with torchrun, which sets both")
+    return Environment(rank, local_rank, size, local_size)
 
 
 def connect(cfg, place: Environment, device: torch.device):
