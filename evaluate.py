@@ -52,6 +52,7 @@ from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.connection import environment
 from engine.parallel.ranks import Ranks, check_flags, join, leave
+from engine.plan import memory
 from engine.text import read_text, text_batches
 from flags import Flags
 
@@ -128,6 +129,7 @@ def evaluate_text(
     limit = flags.block_size
     require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
     shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
+    memory.check_batch(shorter, ranks.device, ranks.size)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     sharded = found.load(flags, ranks)
     loss = mean_loss(sharded, part.batches, part.token_bytes)

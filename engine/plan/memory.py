@@ -27,6 +27,14 @@ def check_training(cfg, device: torch.device, size: int):
         remedy = "use a machine with more memory, make the model smaller, or divide it among more ranks"
         names = ["vocab_size", *(name for name in SIZES if name in cfg.sources)]
         refuse(cfg, " ".join(names), f"{lack}; {remedy} with --parallel=fsdp; see --plan=True")
+    check_batch(cfg, device, size)
+
+
+def check_batch(cfg, device: torch.device, size: int):
+    """ValueError if a rank can never have the memory for the residual stream of one micro-batch, the least of its
+    activations."""
+    if lack := shortage(Rank(cfg, size, device).streams[0], device):
+        refuse(cfg, "batch_size", f"{lack}; make it smaller")
 
 
 def check_weights(path, flags, size: int, device: torch.device):
