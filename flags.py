@@ -365,8 +365,3 @@ class LayerFlags(Flags):
     def has_slots(self) -> bool:
         """slots (s, c.own_slots or c.joint_slots)"""
         return any(reader.slotted for reader, _ in self.readers)
-
-    @property
-    def has_two_c(self) -> bool:
-        """two or more attentions (c)"""
-        return sum(n for reader, n in self.readers if reader.source == "context") > 1

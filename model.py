@@ -93,7 +93,6 @@ class ModelConfig(LayerFlags):
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
-    value_residual: bool = False  # [has_two_c] v is a learned mix with the first layer's v (arXiv:2410.17897)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # [dtype!=float32]
     # --- model: position
@@ -696,10 +695,6 @@ class Attention(Heads):
             self.gate = Linear(cfg, cfg.n_embd, self.n_head, "per_head")
         if cfg.attn_gate == "element":
             self.gate = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into")
-        self.value_residual = cfg.value_residual
-        self.mix = None
-        if cfg.value_residual and layer > 0:
-            self.mix = nn.ModuleList([Gain(0.5), Gain(0.5)])  # of the layer's own v, and of the first layer's
         if reader.slots:
             self.make_slots(cfg)
 
@@ -720,8 +715,6 @@ class Attention(Heads):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        if self.value_residual:
-            v = self.mixed(v, inputs.shared)
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
@@ -733,14 +726,6 @@ class Attention(Heads):
             # Not self.attend, which context parallelism replaces: slots are not divided
             y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))
         return y
-
-    def mixed(self, v: Tensor, shared: Shared) -> Tensor:
-        """v, in all layers but the first mixed with the first layer's (arXiv:2410.17897)."""
-        first = shared.setdefault(f"v of {v.size(1)} heads of {self.reader.name}", v)
-        if self.mix is None:
-            return v
-        own, other = self.mix
-        return (own(v) + other(first)).to(v.dtype)
 
     def slots(self, dtype: torch.dtype) -> Tensors:
         """Keys and values of the slots beside the context, each (Hkv, M, D)."""

@@ -11,13 +11,10 @@ def layers(n_layer: int, stage: int, n_stages: int) -> range:
 
 
 def check(cfg, n_micro: int):
-    """ValueError unless stages exchange the stream alone and have a block each, and there are as many micro-batches as
-    ranks."""
+    """ValueError unless there is one stack of blocks, one for each stage, and as many micro-batches as ranks."""
     n = cfg.pp
     if cfg.objective == "seq2seq":
         raise ValueError(f"pp={n} cuts one stack of blocks, and objective=seq2seq has two; use tp")
-    if cfg.value_residual:
-        raise ValueError(f"pp={n} hands on only the stream, and value_residual=True hands on values; set pp=1")
     if cfg.n_layer < n:
         raise ValueError(f"pp={n} stages need a block each, and n_layer={cfg.n_layer}; set pp lower")
     if n_micro < n:

@@ -526,21 +526,3 @@ def test_attention_is_that_of_x_transformers(options, flags):
         weights |= put("gate", theirs.to_v_gate)
     bias = -torch.arange(1, T + 1, dtype=x.dtype).log()[:, None].expand(T, T) if "sigmoid" in options else None
     assert_same(call(ours, weights, x, Inputs()), theirs(x, attn_bias=bias), trained(theirs) | {"x": x}, ROUNDED)
-
-
-def test_value_residuals_are_those_of_x_transformers():
-    """Its mix is one half, with which ours begins. The gains of its norms are 1 + g."""
-    x_transformers = pytest.importorskip("x_transformers.x_transformers")
-    options = dict(add_value_residual=True, learned_value_residual_mix=False, use_rmsnorm=True, ff_no_bias=True)
-    theirs = jitter(x_transformers.Decoder(dim=C, depth=L, heads=H, attn_dim_head=D, **options))
-    ours = Model(ModelConfig(**PLAIN, norm="rmsnorm", norm_eps=0.0, value_residual=True), seed=1).double()
-    weights, x = {"norm.weight": 1 + theirs.final_norm.g}, stream()
-    for i in range(L):
-        (norms, attn, _), (more, mlp, _) = theirs.layers[2 * i : 2 * i + 2]
-        one, two = f"blocks.{i}.sums.0", f"blocks.{i}.sums.1"
-        weights |= {f"{one}.before.weight": 1 + norms[0].g, f"{two}.before.weight": 1 + more[0].g}
-        weights |= {f"{one}.attn.{name}": w for name, w in of_x_transformers(attn).items()}
-        weights |= {f"{two}.mlp.up.weight": mlp.ff[0][0].weight, f"{two}.mlp.down.weight": mlp.ff[-1].weight}
-    weights |= {name: p for name, p in ours.named_parameters() if name.startswith("wte.") or ".mix." in name}
-    ours.forward = lambda x: ours.through_blocks(x, Inputs())
-    assert_same(call(ours, weights, x), theirs(x), trained(theirs) | {"x": x}, ROUNDED)

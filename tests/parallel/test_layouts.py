@@ -63,7 +63,7 @@ GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4
 EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1".split()
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
-FLAGS = "--attn_gate=element --value_residual=True --n_head=4 --pos=rope".split()
+FLAGS = "--attn_gate=element --n_head=4 --pos=rope".split()
 LOSS = ["--logit_softcap=5.0"]
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 RECOMPUTED, SELECTED = ["--activation_checkpoint=full"], ["--activation_checkpoint=selective"]
@@ -78,7 +78,7 @@ OF_TP = {
     "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", "--conv=3", *MUON],
     "wide": [*FLAGS, *"--norm_placement=after --head_dim=12 --attention=gqa --n_kv_head=2".split(), *MUON],
     "experts": [*EXPERTS, *MUON],
-    "head gates": ["--attn_gate=head", "--block=simplified", "--value_residual=True", *LOSS, "--vocab_size=259"],
+    "head gates": ["--attn_gate=head", "--block=simplified", *LOSS, "--vocab_size=259"],
     "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
     "seq2seq": [*SPANS, "--pos=rope", *MUON],
 }

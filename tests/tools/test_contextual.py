@@ -171,7 +171,6 @@ EXPERTS = {"block": "superblock", "layer": "c,p;s,e", "n_slot": 5, "n_expert": 4
     ({}, {"position": -1}, r"position=-1 must be in 0 \.\. \d+$"),
     ({"attn_gate": "head"}, {"head": 2}, "layer=1 head=2 computes something else .* a flag of Attention"),
     ({"attn_gate": "element"}, {}, "layer=1 head=0 computes something else .* a flag of Attention"),
-    ({"value_residual": True}, {}, "layer=1 head=0 computes something else .* a flag of Attention"),
     (EXPERTS, {}, "layer 1 has no attention to the context; .* reader: slots, experts$"),
     (EXPERTS, {"reader": "experts"}, "reader=experts cannot be read in layer 1; it has slots$"),
 ], ids=str)  # fmt: skip
