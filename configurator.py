@@ -48,6 +48,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "mup_base_width": 0,
     "attn_diff": False,
     "attn_sink": False,
+    "attn_gate": "none",
     "value_residual": False,
     "balance_weight": 0.01,
     "router_z_loss": 0.0,

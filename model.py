@@ -92,7 +92,6 @@ class ModelConfig(LayerFlags):
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
-    attn_gate: Literal["none", "head", "element"] = "none"  # a sigmoid of x for each head's result (arXiv:2505.06708)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # [dtype!=float32]
     # --- model: position
@@ -606,7 +605,6 @@ class Heads(nn.Module):
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
         self.cache = None  # decoding sets a KVCache; on the class, its first text would have blocks compiled again
-        self.gate = None
         head_norm = RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
         self.k_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
@@ -622,8 +620,6 @@ class Heads(nn.Module):
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
-        if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(x)).unflatten(-1, (y.size(2), -1))
         return self.out(y.flatten(2))  # (B, T, C)
 
     def add_per_head(self, name: str, initial: float | Normal, *shape: int):
@@ -691,10 +687,6 @@ class Attention(Heads):
         self.causal = cfg.objective != "masked"
         self.position = layer_position(cfg, layer)
         self.make_projections(cfg, layer)
-        if cfg.attn_gate == "head":
-            self.gate = Linear(cfg, cfg.n_embd, self.n_head, "per_head")
-        if cfg.attn_gate == "element":
-            self.gate = Linear(cfg, cfg.n_embd, self.n_head * self.head_dim, "into")
         if reader.slots:
             self.make_slots(cfg)
 

@@ -34,7 +34,7 @@ def layers(model: nn.Module) -> dict[str, Linear]:
     order, as the backward's products exchange the sizes."""
     found = {}
     for name, m in model.named_modules():
-        if type(m) is Linear and m.role not in ("vocab", "router", "per_head") and "forward" not in vars(m):
+        if type(m) is Linear and m.role not in ("vocab", "router") and "forward" not in vars(m):
             low, high = sorted(m.weight.shape)
             gains = low > SMALL[0] or high > SMALL[1]
             if gains and low % UNIT == high % UNIT == 0:

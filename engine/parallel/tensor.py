@@ -35,7 +35,7 @@ collectives = torch.ops._c10d_functional
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
 WHOLE = ("second", "router", "before", "after", "last", "whole")
-SHARDED_DIM = {"vocab": 0, "into": 0, "memory": 0, "per_head": 0, "out": 1} | dict.fromkeys(WHOLE)
+SHARDED_DIM = {"vocab": 0, "into": 0, "memory": 0, "out": 1} | dict.fromkeys(WHOLE)
 
 
 def sharded_dim(model: nn.Module, name: str) -> int | None:

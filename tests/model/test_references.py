@@ -1,7 +1,6 @@
 """The model against torch.nn's layers and Hugging Face's models: outputs, and gradients of the reference's parameters.
 Each weight of ours is a differentiable function of them."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -481,26 +480,6 @@ def test_packed_pairs_equal_padded_ones_of_an_encoder_decoder(architecture):
 D = C // H
 
 
-def test_a_gate_of_elements_is_that_of_qwen3_next():
-    """Their q_proj holds the queries and the gate of a head in turn, and their norms of q and k have gains 1 + w."""
-    sizes = dict(hidden_size=C, num_attention_heads=H, num_key_value_heads=HKV, head_dim=D, num_hidden_layers=L)
-    config = hf.Qwen3NextConfig(**sizes, attention_dropout=0.0, rms_norm_eps=1e-5)
-    config._attn_implementation = "eager"
-    theirs = jitter(hf.models.qwen3_next.modeling_qwen3_next.Qwen3NextAttention(config, 1))
-    q, gate = theirs.q_proj.weight.unflatten(0, (H, 2, D)).unbind(1)
-    weights = {"qkv.weight": group_major(q.flatten(0, 1), theirs.k_proj.weight, theirs.v_proj.weight, groups=HKV)}
-    weights |= {"gate.weight": gate.flatten(0, 1), "out.weight": theirs.o_proj.weight}
-    weights |= {f"{name}.weight": 1 + getattr(theirs, name).weight for name in ("q_norm", "k_norm")}
-    cfg = ModelConfig(**SIZE | OUR_GQA, pos="rope", attn_gate="element", qk_norm=True)
-    ours, x, t = Attention(cfg, layer=1).double(), stream(), torch.arange(T)
-    angle = t[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=x.dtype) / (D // 2))
-    angle = torch.cat((angle, angle), dim=1)
-    mask = torch.zeros(1, 1, T, T, dtype=x.dtype).masked_fill(FUTURE, -math.inf)
-    expected, _ = theirs(x, (angle.cos()[None], angle.sin()[None]), mask)
-    got = call(ours, weights, x, Model(cfg).double().inputs(None, t, x))
-    assert_same(got, expected, trained(theirs) | {"x": x}, ROUNDED)
-
-
 def of_x_transformers(theirs: nn.Module, slots: bool = False) -> dict[str, Tensor]:
     weights = put("qkv", theirs.to_q, theirs.to_k, theirs.to_v, merge=partial(group_major, groups=H))
     return weights | put("out", theirs.to_out) | ({"slot_k": theirs.mem_k, "slot_v": theirs.mem_v} if slots else {})
@@ -510,8 +489,6 @@ PLAIN = SIZE | dict(pos="none")
 
 
 @pytest.mark.parametrize("options, flags", [
-    ({"gate_values": True, "gate_values_headwise": True}, {"attn_gate": "head"}),
-    ({"gate_values": True}, {"attn_gate": "element"}),
     ({"num_mem_kv": 3}, {"block": "superblock", "layer": "c.joint_slots", "n_slot": 3}),
     ({"sigmoid": True}, {"block": "superblock", "layer": "c.sigmoid"}),
 ])  # fmt: skip
@@ -522,7 +499,5 @@ def test_attention_is_that_of_x_transformers(options, flags):
     cfg = ModelConfig(**PLAIN, **flags)
     ours, x = Attention(cfg, 0, cfg.readers[0][0]).double(), stream()
     weights = of_x_transformers(theirs, slots="num_mem_kv" in options)
-    if "attn_gate" in flags:
-        weights |= put("gate", theirs.to_v_gate)
     bias = -torch.arange(1, T + 1, dtype=x.dtype).log()[:, None].expand(T, T) if "sigmoid" in options else None
     assert_same(call(ours, weights, x, Inputs()), theirs(x, attn_bias=bias), trained(theirs) | {"x": x}, ROUNDED)

@@ -63,7 +63,7 @@ GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4
 EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1".split()
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
-FLAGS = "--attn_gate=element --n_head=4 --pos=rope".split()
+HEADS = ["--n_head=4", "--pos=rope"]
 LOSS = ["--logit_softcap=5.0"]
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
 RECOMPUTED, SELECTED = ["--activation_checkpoint=full"], ["--activation_checkpoint=selective"]
@@ -76,14 +76,14 @@ OF_TP = {
     "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
     "parts": [*PARTS, *"--bias=True --n_slot=4 --mlp=geglu --n_embd=48 --qk_norm=True".split(), *MUON],
     "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", "--conv=3", *MUON],
-    "wide": [*FLAGS, *"--norm_placement=after --head_dim=12 --attention=gqa --n_kv_head=2".split(), *MUON],
+    "wide": [*HEADS, *"--norm_placement=after --head_dim=12 --attention=gqa --n_kv_head=2".split(), *MUON],
     "experts": [*EXPERTS, *MUON],
-    "head gates": ["--attn_gate=head", "--block=simplified", *LOSS, "--vocab_size=259"],
+    "padding": ["--block=simplified", *LOSS, "--vocab_size=259"],
     "masked": ["--objective=masked", "--doc_mask=True", "--doc_positions=True", "--attn_softcap=3.0"],
     "seq2seq": [*SPANS, "--pos=rope", *MUON],
 }
 OF_CP = {
-    "llama": [*GATED, *FLAGS, "--window=5"],
+    "llama": [*GATED, *HEADS, "--window=5"],
     "documents": [*DOCUMENTS, "--doc_positions=True", "--pos=learned", "--window=9", "--conv=4", *MUON],
     "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", *RECOMPUTED],
     "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
@@ -102,7 +102,7 @@ OF_FSDP = {
     "untied": ["--block=simplified", "--tie_weights=False", *SELECTED, "--n_layer=3", "--conv=4"],
     "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
     "groups": [*GROUPS, "--n_group=2", *MUON],
-    "attention": [*FLAGS, *RECOMPUTED, *MUON],
+    "attention": [*HEADS, *RECOMPUTED, *MUON],
     "experts": [*EXPERTS, *SELECTED, *MUON],
 }
 LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: (flags of the model, of the layout)}

@@ -169,11 +169,19 @@ EXPERTS = {"block": "superblock", "layer": "c,p;s,e", "n_slot": 5, "n_expert": 4
     ({}, {"head": 4}, r"head=4 must be in 0 \.\. 3$"),
     ({}, {"position": T}, rf"position={T} must be in 0 \.\. {T - 1}$"),
     ({}, {"position": -1}, r"position=-1 must be in 0 \.\. \d+$"),
-    ({"attn_gate": "head"}, {"head": 2}, "layer=1 head=2 computes something else .* a flag of Attention"),
-    ({"attn_gate": "element"}, {}, "layer=1 head=0 computes something else .* a flag of Attention"),
     (EXPERTS, {}, "layer 1 has no attention to the context; .* reader: slots, experts$"),
     (EXPERTS, {"reader": "experts"}, "reader=experts cannot be read in layer 1; it has slots$"),
 ], ids=str)  # fmt: skip
 def test_what_is_not_there_is_refused(flags, place, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         read(sharp(**flags), **{"layer": 1, "head": 0, "position": 6} | place)
+
+
+def test_what_its_units_do_not_say_is_refused():
+    """Here a variant of attention whose results are twice as large."""
+    net = sharp()
+    attn = net.blocks[1].sums[0].attn
+    read_once = attn.read
+    attn.read = lambda *given: 2 * read_once(*given)
+    with pytest.raises(ValueError, match="^layer=1 head=2 computes something else .* a flag of Attention"):
+        read(net, 1, 2, 6)

@@ -224,7 +224,7 @@ def test_layers_of_experts_share_a_graph(how):
 
 
 @pytest.mark.parametrize("kind, block, more", [
-    (Block, "standard", "--attn_gate=head"), (Stack, "superblock, joint pool", "--qk_norm=True"),
+    (Block, "standard", "--window=5"), (Stack, "superblock, joint pool", "--qk_norm=True"),
 ])  # fmt: skip
 def test_a_stack_can_be_one_graph(kind, block, more):
     """As on a single GPU. The encoder has a graph of its own, and the source may be of another length."""

@@ -126,11 +126,11 @@ def small(**flags) -> Model:
 
 
 def test_the_layers_of_the_blocks_are_changed_and_no_others():
-    model = small(n_expert=4, n_expert_shared=1, n_dense_layer=1, attn_gate="head", objective="seq2seq", bias=True)
+    model = small(n_expert=4, n_expert_shared=1, n_dense_layer=1, objective="seq2seq", bias=True)
     names = fp8.layers(model)
     left_out = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - names.keys()
-    words = ("router", "gate", "experts.up", "experts.down")
-    assert all(name == "head" or name.endswith(words) for name in left_out) and len(left_out) == 11
+    words = ("router", "experts.up", "experts.down")
+    assert all(name == "head" or name.endswith(words) for name in left_out) and len(left_out) == 7
     assert {name.rpartition(".")[2] for name in names} == {"qkv", "q", "kv", "out", "up", "down"}
 
 

@@ -13,7 +13,6 @@ from helpers import assert_rounds_alike
 from engine.config import Config
 from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
 from engine.parallel.sharded import ShardedModel, load_biases
-from engine.parallel.tensor import sharded_dim
 from model import Model, ModelConfig
 
 
@@ -85,14 +84,13 @@ def test_orthogonalize(shape, dtype):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_who_gets_muon(tied):
-    """By their role, so not a matrix with a row per head, as it is cut by tp, and not the taps of a convolution."""
-    model = tiny(attention="gqa", n_kv_head=2, attn_gate="head", conv=4, bias=True, tie_weights=tied)
+    """By their role, so not the taps of a convolution."""
+    model = tiny(attention="gqa", n_kv_head=2, conv=4, bias=True, tie_weights=tied)
     rest, muon = build(model, config(optimizer="muon")).parts
     attn, mlp = model.blocks[0].sums[0].attn, model.blocks[0].sums[1].mlp
     hidden = {layer.weight for layer in (attn.qkv, attn.out, mlp.up, mlp.down)}
     assert muon.fused.keys() == hidden
     assert rest.state.keys() == {*model.parameters()} - hidden
-    assert sharded_dim(model, "blocks.0.sums.0.attn.gate.weight") == 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
