@@ -312,8 +312,6 @@ def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
         return f, 1.0
     name, *words = cfg.rope_scaling.split(":")
     try:
-        if not re.fullmatch("[a-zA-Z0-9.:+-]+", cfg.rope_scaling):
-            raise ValueError("other characters, some of which Python's float takes")
         numbers = [float(word) for word in words]
         if not all(1e-6 <= number <= 1e20 for number in numbers):
             raise ValueError("too small or too large")
@@ -667,9 +665,6 @@ class Heads(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
         attention too."""
-        if not q.dtype == k.dtype == v.dtype:
-            found = f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}"
-            raise ValueError(f"{found}; after a product of x with a float32 parameter, write .to(x.dtype)")
         slots = None
         if self.reader.slots == "joint_slots":
             slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
