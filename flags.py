@@ -246,6 +246,9 @@ def check_layer(cfg: "LayerFlags"):
         check_reader(cfg, reader)
     if len(cfg.strings) > cfg.n_layer:
         refuse(cfg, "layer n_layer", "there are more strings than layers; leave some out")
+    if cfg.doc_mask and cfg.placed_slots:
+        why = "a document would have other results at another place in the row; use own_slots"
+        refuse(cfg, "doc_mask pos layer", why)
     if cfg.block == "superblock" and cfg.objective != "seq2seq" and re.search("(^|[0-9+,;])m", cfg.layer):
         refuse(cfg, "layer objective", "an m reads an encoder; set objective=seq2seq, or leave m out")
 
@@ -262,9 +265,6 @@ def check_reader(cfg: "LayerFlags", reader: Reader):
         refuse(cfg, "layer", f"{reader.name} takes {reader.share} of the units; write a part, such as /2 or 3p/4")
     if reader.slots and (reader.source != "context" or reader.phi != "softmax"):
         refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
-    if reader.slots == "joint_slots" and cfg.doc_mask and cfg.pos == "rope":
-        why = "a document would have other results at another place in the row; use own_slots"
-        refuse(cfg, "doc_mask pos layer", why)
     if cfg.pos == "alibi" and reader.source == "context":
         if reader.phi != "softmax":
             refuse(cfg, "layer pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
