@@ -72,6 +72,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "async_checkpoint": False,
     "which": "latest",
 }
+CHANGED_NO_NUMBER = {"async_checkpoint", "fsdp_offload", "log_ranks", "on_save_error"}  # dropped from checkpoints
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
@@ -150,7 +151,8 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     """The second half of parse: the flags `given`, then those `stored` at the place `origin`, such as a checkpoint's,
     then the defaults of `cls`. A flag that the others do not use has its default: a stored one always, one of a file
     if the command line is the reason. Any other is refused."""
-    defaults = typed(cls, [Setting(name, value, origin) for name, value in (stored or {}).items()])
+    kept = {name: value for name, value in (stored or {}).items() if name not in CHANGED_NO_NUMBER}
+    defaults = typed(cls, [Setting(name, value, origin) for name, value in kept.items()])
     values = {name: each.value for name, each in (defaults | given).items()}
     sources = {name: each.place for name, each in given.items()}
     cfg = cls.__new__(cls)  # first without its own check

@@ -9,7 +9,8 @@
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
 Watch it with tensorboard --logdir=out/x. Ctrl-C (SIGINT) or SIGTERM finishes the step or leaves the evaluation, saves a
-checkpoint and exits. A second signal ends the run at once, and so does the first one while no step is done yet.
+checkpoint and exits. A second signal, after the line that answers the first one, ends the run at once, and so does the
+first one while no step is done yet.
 """
 
 import os

@@ -1,5 +1,5 @@
-# Llama 3's 70B network (arXiv:2407.21783): 70.6 B parameters, 15 T tokens, with its peak learning rate. Not run here;
-# docs/scaling.md has its --plan for 1024 H100. The data set is your own, with 128,256 token ids:
+# Llama 3's 70B network (arXiv:2407.21783): 70.6 B parameters, 15 T tokens, with its peak learning rate. Not run here.
+# The last line here prints its plan for 1024 H100. The data set is your own, with 128,256 token ids:
 # python data/text/prepare.py --input='web/*.parquet' --tokenizer=bpe:128256 --out=data/web_128k
 # python train.py config/llama_70b.py --plan=True --world_size=1024
 out_dir = "out/llama_70b"

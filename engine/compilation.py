@@ -79,6 +79,7 @@ def try_compiler(device: torch.device):
 def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = False):
     """Compile each part, in place, and the loss of a chunk. A part is a block, or a stack for one graph of its blocks.
     With `inside`, `recompute` may be applied to blocks afterwards."""
+    choose_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
     if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):

@@ -80,6 +80,7 @@ def torch_errors(smaller: str) -> Iterator[None]:
     remedy; `smaller` says what takes less memory. Other errors stay as they are."""
     remedies = {
         r"\S+ does not have a deterministic implementation": "set --deterministic=False, or change the model's flags",
+        r"not deterministic because it uses CuBLAS": "unset CUBLAS_WORKSPACE_CONFIG in the environment",
         r"out of memory|can't allocate memory.+? bytes|Unable to allocate .+?B\b|Storage size .+ overflowed": smaller,
     }
     try:

@@ -40,7 +40,7 @@ def read_metrics(path: Path) -> Iterator[dict]:
         for line in file:
             with suppress(ValueError):
                 row = json.loads(line)
-                if isinstance(row, dict) and "step" in row:
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
                     yield row
 
 

@@ -140,7 +140,7 @@ class Profile:
 
     def close(self):
         if self.profiler is not None:
-            self.profiler.stop()
+            tried("the trace", self.profiler.stop)
             if self.profiler.step_num <= FIRST:
                 self.say(f"profile_steps: no trace, because the run made at most {FIRST} steps")
 

@@ -6,11 +6,13 @@
         stop.listen()                       # from now on a signal lets the run save first
     stop.finish()                           # before the process group ends
 
-A second signal ends the process at once. So does the first one before the first step, when nothing is lost.
+A second signal, after the line that answers the first one, ends the process at once. So does the first one before the
+first step, when nothing is lost.
 """
 
 import os
 import signal
+import sys
 from contextlib import suppress
 
 import torch
@@ -43,8 +45,9 @@ class StopSignal:
         self.name = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process also within an operation
         if self.speaks:
+            erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
             with suppress(OSError):
-                os.write(2, f"{STOPPING}\n".encode())
+                os.write(2, f"{erase}{STOPPING}\n".encode())
 
     def agreed(self) -> bool:
         """Whether all ranks stop here. Every rank calls it equally often, and gets the same answer in the same call.

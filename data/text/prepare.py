@@ -1,4 +1,4 @@
-"""text: a data set from your own files.
+"""text: a data set from your own files, or from the hub.
 
     python data/text/prepare.py --input='books/*.txt' --tokenizer=bpe:8192 --documents=paragraph --out=books
     python data/text/prepare.py --input=web.jsonl.zst --input=more --field=content     # into this folder

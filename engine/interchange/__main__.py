@@ -54,14 +54,16 @@ def write(folder: Path, options: ExportConfig, found: weights.Weights) -> str | 
     """Write these weights and their tokenizer into the folder; returns the path of the weights."""
     flags = found.config()
     cfg = ModelConfig(**{name: getattr(flags, name) for name in ModelConfig.__dataclass_fields__})
-    tokenizer = found.known_tokenizer()
+    tokenizer = None
+    try:
+        tokenizer = found.tokenizer()
+    except ValueError as error:
+        say(f"warning: no tokenizer is written: {error}")
     ranks = Ranks(0, 1, torch.device("cpu"), torch.float32, compile=False)
     parameters = {name: p.detach() for name, p in found.load(flags, ranks).model.named_parameters()}
     write_hf(folder, cfg, parameters.get, getattr(torch, options.dtype), tokenizer, options.remote_code)
     if tokenizer:
         export_tokenizer(tokenizer, folder)
-    else:
-        say(f"warning: no tokenizer is known of {found.path}, so none is written")
     for written in (*folder.iterdir(), folder):
         files.fsync(written)
     return found.path

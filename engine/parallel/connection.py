@@ -34,7 +34,7 @@ class Environment(NamedTuple):
 
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
-    ValueError if these variables are no place of a rank."""
+    ValueError if one is no number, or the rank is not below WORLD_SIZE."""
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))

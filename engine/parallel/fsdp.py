@@ -32,8 +32,8 @@ def shard(model: Model, cfg, ranks: Ranks):
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # What tensor.scattered returns is a view, which is dangerous only where a block's result is changed in place.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    if cfg.tp > 1:  # the embedding's result, of tensor.scattered, is a view, which nothing changes in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     dims = ("replicate", "shard") if ranks.mesh["replicate"].size() > 1 else "shard"
     options = {"mesh": ranks.mesh[dims], "reshard_after_forward": False, "ignored_params": {*kept_whole(model)}}
     policy = MixedPrecisionPolicy()

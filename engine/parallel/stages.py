@@ -11,7 +11,7 @@ def layers(n_layer: int, stage: int, n_stages: int) -> range:
 
 
 def check(cfg, n_micro: int):
-    """ValueError unless there is one stack of blocks, one for each stage, and as many micro-batches as ranks."""
+    """ValueError unless there is one stack of blocks, with a block for each stage, and a micro-batch for each."""
     n = cfg.pp
     if cfg.objective == "seq2seq":
         raise ValueError(f"pp={n} cuts one stack of blocks, and objective=seq2seq has two; use tp")

@@ -1,7 +1,8 @@
 """Refuses a run, a sampling or an evaluation that can never fit into the memory, before anything is allocated.
 
 What is known without a measurement is compared with the total memory, as other programs may free theirs. What takes
-more only as it computes ends with an error of torch, which engine.device.torch_errors turns into a line.
+more only as it computes ends with an error of torch, which engine.device.torch_errors turns into a line, or on a CPU by
+the system, which may kill the process.
 """
 
 import os

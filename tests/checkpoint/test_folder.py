@@ -20,6 +20,7 @@ import sample
 import train
 from configurator import parse
 from data.files import new_file, write_file
+from data.lock import locked as lock_of
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
@@ -44,6 +45,27 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
     monkeypatch.setattr(train, "join", others_come)
     folder = run("--max_iters=6", out="one")
     assert train.join is join and losses(folder) == losses(run("--max_iters=6", out="alone"))
+
+
+def test_a_lock_that_its_holder_removes_is_taken_anew(tmp_path):
+    """The folder was made for it. The one who waits then has the lock of the new folder, not of the removed file."""
+    folder = tmp_path / "out"
+    entered, leave = threading.Event(), threading.Event()
+
+    def second():
+        with lock_of(folder, "out_dir", seconds=60):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=second)
+    with lock_of(folder, "out_dir"):
+        thread.start()
+        time.sleep(0.2)  # it waits
+    assert entered.wait(60)
+    with pytest.raises(ValueError, match="belongs to process"), lock_of(folder, "out_dir"):
+        pass
+    leave.set()
+    thread.join()
 
 
 def test_names_that_are_no_folders_and_what_is_made_for_the_lock(tmp_path, tiny_data, capsys, monkeypatch):

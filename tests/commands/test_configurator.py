@@ -283,6 +283,7 @@ def test_retired_flags(tmp_path, monkeypatch):
     path.write_text("old_idea = 'skip'\nn_layer = 3\n")
     assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
     assert resolve(Config, {}, {"old_idea": "skip"}, "out").n_layer == Config.n_layer
+    assert resolve(Config, {}, {"async_checkpoint": True}, "out").n_layer == Config.n_layer  # it changed no number
     path.write_text("old_idea = 'roll'\n")
     for argument, shown in {
         str(path): f"old_idea=roll ({path}:1): this flag was retired",
