@@ -293,6 +293,8 @@ def test_retired_flags(tmp_path, monkeypatch):
     }.items():
         assert shown in mistake([argument])
     monkeypatch.undo()
+    for name, old in {"attn_gate": "none", "value_residual": False, "async_checkpoint": False}.items():
+        assert not hasattr(parse(Config, [f"--{name}={old}"]), name)
     for entry in configurator.RETIRED:
         name, chosen, value = entry.partition("=")
         flag = Config.__dataclass_fields__.get(name)

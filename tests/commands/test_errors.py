@@ -43,6 +43,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--objective=seq2seq --span_length=0.9", ["span_length=0.9 "]),
     ("--objective=masked --vocab_size=257", ["vocab_size=257", "258 ids", "258 or more"]),
     ("--optimizer=muon --learning_rate=0 --min_lr=0", ["learning_rate=0.0", "set learning_rate"]),
+    ("--conv=4 --conv_lr=0.01 --learning_rate=0 --min_lr=0", ["learning_rate=0.0", "conv_lr"]),
     ("--init_from=gpt3", ["init_from", "gpt3"]),
     ("--init_from=resume", ["no directory", "/new", "out_dir"]),
     ("--init_from=nanogpt:/no/ckpt.pt", ["/no/ckpt.pt"]),

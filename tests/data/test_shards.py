@@ -203,13 +203,17 @@ def test_token_ids_outside_the_vocabulary(tmp_path):
         assert "holds token id 300, but the vocabulary has only 257" in message
 
 
-def test_only_verify_reads_a_shard(tmp_path):
+def test_only_verify_reads_a_shard(tmp_path, monkeypatch):
+    """On every rank."""
     (tmp_path / "train.bin").write_bytes(b"ab")
     message = error(open_data(tmp_path, vocab_size=65_536, verify=True).split, "train")
     assert "train.bin cannot be verified" in message and message.endswith("pass --verify_data=False")
     folder = write_set(tmp_path / "set")
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
     assert len(open_data(folder).split("train")) == 200  # else each start of a run would read all data
+    assert "train_000000.bin was changed" in error(open_data(folder, verify=True).split, "train")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     assert "train_000000.bin was changed" in error(open_data(folder, verify=True).split, "train")
 
 

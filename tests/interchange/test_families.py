@@ -20,7 +20,7 @@ from engine.checkpoint import files as checkpoint
 from engine.decode import generate
 from engine.interchange import __main__ as commands
 from engine.interchange.families import FAMILIES, choose
-from engine.interchange.huggingface import read_hf, shapes_of, write_hf, write_json
+from engine.interchange.huggingface import Pretrained, read_hf, shapes_of, write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
 from sample import SampleConfig, load
@@ -229,9 +229,14 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_shards(folder):
+def test_shards(folder, monkeypatch):
     """All that lie there are read, and a number only when it is used; what is in none of them or in two is named."""
     one, many = read_hf(folder / "llama"), read_hf(folder / "shards")
+    used = []
+    make = Pretrained._tensor
+    monkeypatch.setattr(Pretrained, "_tensor", lambda weights, name: used.append(name) or make(weights, name))
+    read_hf(folder / "shards")["blocks.1.sums.0.attn.qkv.weight"]
+    assert used == [f"model.layers.1.self_attn.{each}_proj.weight" for each in "qkv"]
     assert all(torch.equal(one[name], many[name]) for name in one)
     files = sorted((folder / "shards").glob("model-*.safetensors"))
     assert len(files) > 3

@@ -65,6 +65,20 @@ def test_attention_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv
     assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
 
 
+def test_a_strip_reads_no_keys_before_its_window():
+    T, window, rows = 512, 10, 128
+    read = []
+
+    def attend(q, k, v, attn_mask):
+        read.append(k.size(2))
+        return v[:, :, : q.size(2)]
+
+    q, k, v = leaves(*[(1, 1, T, 2)] * 3)
+    with torch.no_grad():
+        ops.strip_attention(attend, q, k, v, tuple(Mask(window=window)), 0, rows)
+    assert read == [rows, *[rows + window - 1] * 3]
+
+
 def test_dropout_in_attention_keeps_the_mean():
     """On CPU attention dropout takes the strips: its mean over draws is the attention without it."""
     torch.manual_seed(0)

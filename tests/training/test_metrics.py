@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import engine.evaluation
 import engine.metrics
 from engine.config import Config
-from engine.device import gpu_peak, peak_flops
+from engine.device import gpu_peak, peak_flops, peak_memory_bytes
 from engine.metrics import Metrics, truncate_metrics
 
 CPU = torch.device("cpu")
@@ -95,6 +95,11 @@ def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
     assert (first["tokens_per_s"], first["ms_per_step"], first["mfu"]) == (50, 2000, 50 * 1000 / 1e9)
     assert (second["tokens_per_s"], second["ms_per_step"]) == (150, 4000 / 3)  # 600 tokens, 3 steps, 4 s
     assert second["mfu"] == 150 * 1000 / 1e9
+
+
+def test_the_peak_of_memory_is_in_bytes():
+    held = torch.ones(2**26)
+    assert held.nbytes <= peak_memory_bytes(CPU) < 2**40
 
 
 @pytest.mark.parametrize("stop", [4, 5, 10, 13, 15])
