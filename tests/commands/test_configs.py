@@ -39,7 +39,7 @@ PARAMETERS = {
     # the first value and its 2 gains; the last norm and its bias
     "sas_18l_768": (50304 + 128) * 768 + 18 * (10 * 768**2 + 3 * 12 + 3 + 4 * 768) + 768**2 + 2 + 2 * 768,
     "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
-    "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 2 * 176 + 2 * 44) + 176,
+    "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 176 + 2 * 44 + 4 * 176) + 176,
     "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,
     "train_pycode": quick(12 * C**2 + C + 2 * D + 4 * C),  # four taps of each channel
     "pycode_standard": quick(12 * C**2 + 2 * C + 2 * D),
@@ -110,7 +110,7 @@ def test_record_reads_back_equal(tmp_path, name):
 
 @pytest.mark.parametrize("name, like, changed", [
     ("train_superblock_124m", "train_gpt2", {"block"}),
-    ("train_pycode", "pycode_standard", {"block", "conv", "muon_lr", "muon_momentum"}),
+    ("train_pycode", "pycode_standard", {"block", "conv", "conv_lr", "muon_lr", "muon_momentum"}),
     ("pycode_superblock", "pycode_standard", {"block"}),
     ("pycode_superblock_joint", "pycode_standard", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
     ("pycode_superblock_moe", "pycode_superblock", {"layer", "n_expert", "balance_rate", "muon_lr"}),
