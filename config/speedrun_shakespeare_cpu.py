@@ -1,6 +1,6 @@
 # The loss of nanoGPT's laptop run (1.8857 after 2000 steps, by its own 20 batches) in the least time on 2 cores: 0.76 M
-# parameters, the same context and data, one sum per layer with a convolution. Validation loss 1.844 to 1.875 on the whole
-# set with --seed=1 to 5, 10 to 14 seconds each (measured 2026-11-27, 2 cores of an AMD EPYC without GPU, in bfloat16).
+# parameters, the same context and data, one sum per layer with a convolution. Validation loss 1.844 to 1.875 on the
+# whole set with --seed=1 to 5, 10 to 14 seconds each (2026-11-27, 2 cores of an AMD EPYC without GPU, in bfloat16).
 # docs/performance.md says what was tried.
 # python data/shakespeare_char/prepare.py && python train.py config/speedrun_shakespeare_cpu.py
 out_dir = "out/speedrun_shakespeare_cpu"
