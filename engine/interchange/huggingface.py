@@ -26,7 +26,7 @@ from engine.interchange.families import FAMILIES, choose
 from model import Model, ModelConfig
 
 AGAIN = "download all files of the folder again, or write it with transformers' save_pretrained"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # others are of quantised models
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # others are of quantised models
 OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?[.]safetensors")  # names of files
 BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias)")  # of old files; no weights
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ class Pretrained(Mapping[str, Tensor]):
             found = tuple(stored[name].shape)
             self._require(found == shape, f"{name} is {found}, and should be {shape}")
             dtype = stored[name].dtype
-            self._require(dtype in DTYPES, f"{name} is {str(dtype)[6:]}, and should be float32, bfloat16 or float16")
+            self._require(dtype in DTYPES, f"{name} is {str(dtype)[6:]}, as in a quantised model")
         for name in sorted(stored.keys() - expected.keys()):
             self._require(BUFFERS.fullmatch(name), f"{name!r:.80} is no weight of a model with these flags")
 

@@ -112,7 +112,7 @@ def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
 def test_export(tmp_path, capsys):
     file = write(tmp_path / "ckpt.pt", config={"dataset": "unknown"})
     commands.main(["export", f"nanogpt:{file}", str(tmp_path / "out")])
-    assert "no tokenizer is known of" in capsys.readouterr().err
+    assert "no tokenizer is written: " in capsys.readouterr().err
     tensors = from_nanogpt(*read_nanogpt(file)[:2])
     exported = read_hf(tmp_path / "out")
     assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], x) for name, x in tensors.items())
