@@ -64,7 +64,9 @@ def _locked_file(folder: Path, flag: str, seconds: float) -> int:
 
 def _is_at(file: int, path: Path) -> bool:
     """Whether the path still leads to this open file: folders may be deleted and made anew meanwhile."""
-    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), path.stat())
+    return False
 
 
 def _lock(file: int, folder: Path, flag: str, seconds: float) -> None:

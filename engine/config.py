@@ -49,8 +49,8 @@ class Config(ModelConfig):
     beta2: float = 0.95  # [<1] decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
     muon_lr: float = 0.02  # [optimizer=muon] Muon's highest learning rate
-    conv_lr: float = 0.0  # [conv>0] highest learning rate of the taps of convolutions, 0 = learning_rate
     muon_momentum: float = 0.95  # [<1] [optimizer=muon] Muon's decay of the mean gradient
+    conv_lr: float = 0.0  # [conv>0] highest learning rate of the taps of convolutions, 0 = learning_rate
     ema_decay: float = 0.0  # [<1] keep an average A = d A + (1 - d) W of the weights, later named ema:RUN; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     # [n_expert>0 and router_balance=bias]
@@ -126,7 +126,8 @@ class Config(ModelConfig):
         self.check_schedule()
 
     def check_schedule(self):
-        """ValueError unless the learning rate can fall from learning_rate to min_lr within the run."""
+        """ValueError unless the learning rate can fall from learning_rate to min_lr within the run, and other rates
+        in proportion to it."""
         if self.learning_rate == 0 and (self.optimizer == "muon" or self.conv_lr):
             why = "muon_lr and conv_lr are scheduled in proportion to it; set learning_rate above 0"
             refuse(self, "learning_rate", why)
