@@ -33,7 +33,7 @@ def quick(layer: int, first: int = 0, tables: int = 1, positions: int = 0, vocab
 
 PARAMETERS = {
     "train_gpt2": gpt2(norms=2, positions=1024),
-    "train_gpt2_modern": gpt2(norms=2, positions=0, gains=2 * 64),
+    "train_gpt2_modern": gpt2(norms=1, positions=0, gains=2 * 64 + 4 * 768),
     "train_superblock_124m": gpt2(norms=1, positions=1024),
     # q and k of 12 heads, with biases, and the MLP: 10 squares; alpha, beta, gamma per head; 3 gains; 2 norms;
     # the first value and its 2 gains; the last norm and its bias
