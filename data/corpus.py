@@ -29,7 +29,6 @@ from data.dataset import MASK
 from data.errors import reason, require, say
 from data.files import SPLITS
 from data.hashing import hash64
-from data.lock import locked
 from data.pairs import Parts, encode
 from data.sources import RECORDS, Document, Source, find_files
 from data.tokenizer import build
@@ -226,8 +225,6 @@ def prepare(args: argparse.Namespace, files: list[str]) -> None:
     pairs = tuple(args.pairs.split(",")) if args.pairs else ()
     check_flags(args, val_fraction, pairs, files, plain)
     folder = out_folder(args.out)
-    with locked(folder, "out"):
-        pass  # before the work it is known whether the folder can be written
     source = Source(files, args.documents, args.separator, args.field, pairs)
     end = "\n\n" if args.documents == "paragraph" else "\n"
     if single:
