@@ -23,50 +23,20 @@ without_locks: set[Path] = set()  # folders of which a line has said so
 
 @contextmanager
 def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if it does not exist, and then removed at the end if it is still empty.
-    ValueError names the process that holds the lock after so many `seconds`, and the folder's `flag`. A holder may be
-    just about to write its name, or to end."""
+    """Hold the lock of a folder, which is made if it does not exist. ValueError names the process that holds the lock
+    after so many `seconds`, and the folder's `flag`. A holder may be just about to write its name, or to end."""
     folder = Path(os.path.expanduser(folder))
-    made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
-    file = _locked_file(folder, flag, seconds)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
+        _lock(file, folder, flag, seconds)
         name = f"{os.getpid()} on {socket.gethostname()}\n".encode()
         with suppress(OSError):  # the disk is full; whatever needs more room reports it
             os.pwrite(file, name, 0)
             os.ftruncate(file, len(name))
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # such as a folder that is not empty
-                if made and os.listdir(folder) == [".lock"] and _is_at(file, folder / ".lock"):
-                    (folder / ".lock").unlink()
-                    for each in made:
-                        each.rmdir()
+        yield
     finally:
         os.close(file)
-
-
-def _locked_file(folder: Path, flag: str, seconds: float) -> int:
-    """The file .lock of the folder, open and locked. Its holder may have removed it with a folder that it had made, and
-    then both are made again."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            _lock(file, folder, flag, seconds)
-        except ValueError:
-            os.close(file)
-            raise
-        if _is_at(file, folder / ".lock"):
-            return file
-        os.close(file)
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Whether the path still leads to this open file: folders may be deleted and made anew meanwhile."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file), path.stat())
-    return False
 
 
 def _lock(file: int, folder: Path, flag: str, seconds: float) -> None:

@@ -41,6 +41,11 @@ def edit_state(where: Path, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def holds_files(folder: Path) -> bool:
+    """Whether a folder has any file but that of its lock."""
+    return any(path.is_file() and path.name != ".lock" for path in folder.rglob("*"))
+
+
 def tensors_in(where: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, or of a run's latest one, each read as a whole."""
     path = checkpoint.find(where)

@@ -20,7 +20,6 @@ import sample
 import train
 from configurator import parse
 from data.files import new_file, write_file
-from data.lock import locked as lock_of
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
@@ -39,7 +38,7 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
             belongs = f"out_dir={cfg.out_dir} belongs to process {os.getpid()} on "
             refused(train.main, [*flags, *how], capsys, [belongs])
         refused(train.main, [*flags, "--init_from=resume", "--eval_only=True"], capsys, ["no checkpoint in"])
-        assert os.listdir(cfg.out_dir) == [".lock"]  # which is not the refused run's to remove
+        assert os.listdir(cfg.out_dir) == [".lock"]
         return join(cfg)
 
     monkeypatch.setattr(train, "join", others_come)
@@ -47,38 +46,13 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
     assert train.join is join and losses(folder) == losses(run("--max_iters=6", out="alone"))
 
 
-def test_a_lock_that_its_holder_removes_is_taken_anew(tmp_path):
-    """The folder was made for it. The one who waits then has the lock of the new folder, not of the removed file."""
-    folder = tmp_path / "out"
-    entered, leave = threading.Event(), threading.Event()
-
-    def second():
-        with lock_of(folder, "out_dir", seconds=60):
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=second)
-    with lock_of(folder, "out_dir"):
-        thread.start()
-        time.sleep(0.2)  # it waits
-    assert entered.wait(60)
-    with pytest.raises(ValueError, match="belongs to process"), lock_of(folder, "out_dir"):
-        pass
-    leave.set()
-    thread.join()
-
-
-def test_names_that_are_no_folders_and_what_is_made_for_the_lock(tmp_path, tiny_data, capsys, monkeypatch):
+def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    for out in ("mine", "new/deep"):
-        with suppress(RuntimeError), locked(out):
-            raise RuntimeError
     for flag in ("--out_dir=s3://b/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run", "--out_dir=a\0b"):
         refused(train.main, [*TINY, f"--dataset={tiny_data}", flag], capsys)
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
         refused(sample.main, [f"--out_dir={where}"], capsys)
-    assert os.listdir(tmp_path) == ["mine"] and os.listdir(tmp_path / "mine") == [".lock"]
+    assert not os.listdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     line = refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'file'}"], capsys)
     assert f"{tmp_path / 'file'}: " in line and (tmp_path / "file").read_text() == "mine"

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers import ROOT, TINY, gone, losses, metrics, refused, until
+from helpers import ROOT, TINY, gone, holds_files, losses, metrics, refused, until
 from ranks import begin, start
 from test_imports import MODULE, imports
 
@@ -106,8 +106,7 @@ def test_wrong_options(fake, monkeypatch, capfd):
         (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["parameters are", "leave n_embd out"]),
     ):
         refused(main, fake.line(*flags, runs=()), capfd, words)
-    assert not fake.out.exists()
-    fake.out.mkdir()
+    assert not holds_files(fake.out)
     for content in ("{", "[3]"):
         (fake.out / "compare.json").write_text(content)
         assert f"{fake.out / 'compare.json'} is damaged (" in refused(main, fake.line(), capfd)
