@@ -40,7 +40,7 @@ from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
 from data.objective import Objective, open_with_objective
-from engine import compilation, flash, fp8, optim
+from engine import compilation, fp8, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
@@ -289,7 +289,6 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
         fp8.check(cfg, ranks.device)
     peak = peak_flops(ranks.device, ranks.dtype)
     work = accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
-    work.attention_kernels += flash.newest(cfg, ranks.device, ranks.dtype)
     return compilation.settle(cfg, ranks), work
 
 

@@ -19,7 +19,6 @@ from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
 from data.objective import Causal, open_with_objective
-from engine import flash
 from engine.config import Config
 from engine.decode import generate
 from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
@@ -78,7 +77,6 @@ def ms_per_step(cfg: Config) -> float:
         random_data(cfg.dataset, 2048 * cfg.block_size, cfg.vocab_size)
         data, objective, cfg.vocab_size = open_with_objective(cfg)
         ranks = parallel.join(cfg)
-        flash.newest(cfg, ranks.device, ranks.dtype)
         if ranks.compile:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
         sharded = ShardedModel(cfg, ranks)

@@ -22,7 +22,7 @@ from torch import Tensor
 import sample
 from configurator import parse
 from data.loader import document_starts
-from engine import flash, optim
+from engine import optim
 from engine.config import Config
 from engine.decode import generate
 from engine.parallel.fsdp import shard
@@ -242,10 +242,3 @@ def test_samples(device, run, capsys):
         sample.main([f"--out_dir={folder}", f"--device={place}", "--dtype=float32", "--max_new_tokens=30", more])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and said[2] == said[3] != ""
-
-
-def test_the_newest_kernels(device, monkeypatch):
-    if ", by FA" not in flash.newest(parse(Config, SMALL), device, torch.bfloat16):
-        pytest.skip("needs FlashAttention 3 or 4, which engine/flash.py takes where they work")
-    for name in ("causal", "window", "documents"):
-        test_attention_equals_the_equations(name, 4, torch.bfloat16, device, monkeypatch)

@@ -12,10 +12,9 @@ from models import assert_same, beside, build, documents, jitter, leaves, naive_
 
 import ops
 from data.loader import document_starts
-from engine import flash as flash_kernels
 from engine.parallel.context import mask_of_piece
 from engine.parallel.recomputation import recompute
-from model import Inputs, ModelConfig
+from model import Inputs
 from ops import Mask, attention
 
 aten = torch.ops.aten
@@ -231,92 +230,11 @@ def test_pieces_of_a_text_with_documents(flash, window):
     assert len(flash.calls) == 6
 
 
-def in_strips(q, k, v, mask, scale, dropout):
-    """ops.flash_attention in float32, and the documents of two texts of 256 tokens, of which the first has two."""
-    if mask.docs:
-        numbers = torch.zeros(2, 256, dtype=torch.int64)
-        numbers[0, 100:] = 1
-        mask = mask._replace(docs=(numbers[:, 128:], numbers))
-    sdpa = partial(ops.fused_attention, scale=scale)
-    return ops.strip_attention(sdpa, q.float(), k.float(), v.float(), tuple(mask), 0, 128)
-
-
-def test_what_newer_kernels_are_tried_on(flash, monkeypatch):
-    """Each kind of call of the operators, with empty documents; the results are those of strips in float32."""
-    cfg = ModelConfig(n_head=4, n_embd=32, attention="gqa", n_kv_head=2)
-    found = flash_kernels.results(cfg, torch.device("cpu"))
-    assert flash.calls == [(False, True, -1, 0), (False, True, 63, 0), (False, False, 63, 63), (True, True, -1, 0)]
-    monkeypatch.setattr(ops, "flash_attention", in_strips)
-    expected = flash_kernels.results(cfg, torch.device("cpu"))
-    assert len(found) == 4 * 4
-    for x, y in zip(found, expected, strict=True):
-        assert 0 < y.norm() and (x - y).norm() < flash_kernels.CLOSE * y.norm()
-
-
-# ---- which of the newer kernels is taken: stand-ins of PyTorch's functions and of the packages
-
-CUDA = torch.device("cuda")
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """A GPU of a compute capability whose kernels give numbers: those that each name has in `computes`, or an error."""
-    card = SimpleNamespace(major=9, active=None, cudnn=True, tried=[], computes={None: 1.0})
-
-    def activate(name):
-        card.tried.append(name)
-        if name not in card.computes:
-            raise ModuleNotFoundError(f"No module named '{name.lower()}'\nand more")
-        card.active = name
-
-    def numbers(cfg, device):
-        number = card.computes[card.active]
-        if isinstance(number, Exception):
-            raise number
-        return [torch.tensor([3.0, -4.0]), torch.tensor([number])]
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (card.major, 0))
+def test_what_takes_flash(monkeypatch):
     monkeypatch.setattr(torch._C, "_get_flash_sdp_enabled", lambda: True)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: setattr(card, "cudnn", on))
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: card.active)
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: setattr(card, "active", None))
-    monkeypatch.setattr(flash_kernels, "results", numbers)
-    return card
-
-
-@pytest.mark.parametrize("major, computes, said, active", [
-    (9, {"FA3": 1.001, "FA4": 1.0}, ", by FA3", "FA3"),
-    (9, {"FA4": 1.0}, ", by FA4", "FA4"),
-    (9, {}, ", by PyTorch's kernels (FA3: No module named 'fa3'; FA4: No module named 'fa4')", None),
-    (9, {"FA3": RuntimeError("no backward")}, "(FA3: no backward; FA4: No module named 'fa4')", None),
-    (9, {"FA3": 1.03}, "(FA3: its results differ; FA4: No module named 'fa4')", None),
-    (9, {"FA3": float("nan"), "FA4": 1.0}, ", by FA4", "FA4"),
-    (10, {"FA3": 1.0, "FA4": 1.0}, ", by FA4", "FA4"),
-    (8, {"FA3": 1.0, "FA4": 1.0}, "", None),
-])  # fmt: skip
-def test_the_newest_kernel_that_works(card, major, computes, said, active):
-    card.major = major
-    card.computes |= computes
-    found = flash_kernels.newest(ModelConfig(), CUDA, torch.bfloat16)
-    assert found.endswith(said) and bool(found) == bool(said) and card.active == active
-    assert card.cudnn == (active is None)
-    assert flash_kernels.newest(ModelConfig(dropout=0.1), CUDA, torch.bfloat16) == "" and card.active is None
-
-
-def test_runs_that_take_none(card, monkeypatch):
-    card.computes |= {"FA3": 1.0}
-    for flags, device, dtype in (
-        ({"dropout": 0.1}, CUDA, torch.bfloat16),
-        ({"pos": "alibi"}, CUDA, torch.bfloat16),
-        ({"head_dim": 36}, CUDA, torch.bfloat16),
-        ({}, CUDA, torch.float32),
-        ({}, torch.device("cpu"), torch.bfloat16),
-    ):
-        assert flash_kernels.newest(ModelConfig(**flags), device, dtype) == "" and not card.tried
     assert ops.takes_flash("cuda", torch.bfloat16, 64)
-    with monkeypatch.context() as patch:  # of a user who switches FlashAttention off
-        patch.setattr(torch._C, "_get_flash_sdp_enabled", lambda: False)
-        assert not ops.takes_flash("cuda", torch.bfloat16, 64)
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")  # an older torch
-    assert flash_kernels.newest(ModelConfig(), CUDA, torch.bfloat16) == ""
+    assert not ops.takes_flash("cuda", torch.bfloat16, 36)
+    assert not ops.takes_flash("cuda", torch.float32, 64)
+    assert not ops.takes_flash("cpu", torch.bfloat16, 64)
+    monkeypatch.setattr(torch._C, "_get_flash_sdp_enabled", lambda: False)  # by a user
+    assert not ops.takes_flash("cuda", torch.bfloat16, 64)
