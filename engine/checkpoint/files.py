@@ -159,11 +159,12 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
 def _share(parts: dict[str, Part], mine: int) -> dict[str, Part]:
     """Those of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
     holders = defaultdict(list)
-    for rank, held in enumerate(of_all_ranks([(name, part.offsets) for name, part in parts.items()])):
-        for part in held:
-            holders[part].append(rank)
+    boxes = [(name, part.offsets, part.tensor.shape) for name, part in parts.items()]  # an empty one begins as another
+    for rank, held in enumerate(of_all_ranks(boxes)):
+        for box in held:
+            holders[box].append(rank)
     turns = enumerate(holders.items())
-    return {name: parts[name] for turn, ((name, _), ranks) in turns if ranks[turn % len(ranks)] == mine}
+    return {name: parts[name] for turn, ((name, *_), ranks) in turns if ranks[turn % len(ranks)] == mine}
 
 
 def _begin(partial_step: Path):

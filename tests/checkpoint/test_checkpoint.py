@@ -289,6 +289,8 @@ WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of 
     "13x5": torch.arange(65.0).view(13, 5),
     "3x7": torch.arange(21).view(3, 7),
     "1x4": torch.arange(4.0).bfloat16().view(1, 4),
+    "2x3": torch.arange(6.0).view(2, 3),  # where an empty part begins as the row of another rank does
+    "2": torch.arange(2.0),
     "9": torch.arange(9.0),
     "0x3": torch.zeros(0, 3),
 }
