@@ -70,9 +70,13 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "fsdp_offload": False,
     "on_save_error": "stop",
     "async_checkpoint": False,
+    "target_flops": 0.0,
+    "target_ratio": 0.0,
     "which": "latest",
 }
-CHANGED_NO_NUMBER = {"async_checkpoint", "fsdp_offload", "log_ranks", "on_save_error"}  # dropped from checkpoints
+CHANGED_NO_NUMBER = {  # dropped from checkpoints
+    "async_checkpoint", "fsdp_offload", "log_ranks", "on_save_error", "target_flops", "target_ratio",
+}  # fmt: skip
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}

@@ -83,8 +83,6 @@ class Config(ModelConfig):
     plan: bool = False  # print memory, communication and duration of this run for world_size GPUs, and stop
     world_size: int = 1  # [>0] [plan=True] number of ranks in the plan
     gpu: Literal["h100", "h200", "a100", "b200"] = "h100"  # [plan=True] kind of GPU in the plan
-    target_flops: float = 0.0  # [<1e28] [plan=True] also tell the steps and the best sizes for so many FLOPs in all
-    target_ratio: float = 0.0  # [<1e5] [plan=True and target_flops=0] the same for so many tokens per parameter
 
     # A flag of nanoGPT and its value -> our flags. nanoGPT's constant rate has no warmup.
     NANOGPT: ClassVar[dict[tuple[str, Any], dict[str, Any]]] = {

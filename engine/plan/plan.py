@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from engine.device import gpu_peak
 from engine.parallel.ranks import check_layout, check_scaler
-from engine.plan import budget
 from engine.plan.accounting import Work
 from engine.plan.estimate import Rank
 
@@ -112,6 +111,4 @@ def report(plan: Plan) -> str:
         f"{PER_NODE} GPUs of a node, and of {gpu.inter / 1e9:.0f} GB/s beyond;",
         f"{OVERLAP:.0%} of the computation hides traffic of data ranks; {USABLE:.0%} of the memory is usable.",
     ]
-    if cfg.target_flops or cfg.target_ratio:
-        lines += budget.report(cfg, plan.lengths, plan.work, plan.tokens)
     return "\n".join(lines)
