@@ -88,7 +88,7 @@ def check_layout(cfg, size: int):
         raise ValueError(f"{fact}; {remedy}")
     data = data_ranks(cfg, size)
     ranks = f"the {data} data-parallel ranks"
-    if data % replicas(cfg):
+    if data % cfg.dp_replicate:
         raise ValueError(f"dp_replicate={cfg.dp_replicate} does not divide {ranks}; set a divisor")
     micro_batches = cfg.gradient_accumulation_steps
     if micro_batches % data:
@@ -103,7 +103,7 @@ def check_layout(cfg, size: int):
     if cfg.cp > 1:
         context.check(cfg)
     if cfg.ep > 1:
-        expert.check(cfg, data // replicas(cfg))
+        expert.check(cfg, data // cfg.dp_replicate)
     if cfg.pp > 1:
         stages.check(cfg, micro_batches // data)
 
@@ -111,11 +111,6 @@ def check_layout(cfg, size: int):
 def data_ranks(cfg, size: int) -> int:
     """How many of `size` ranks read different samples."""
     return size // (cfg.tp * cfg.cp * cfg.pp)
-
-
-def replicas(cfg) -> int:
-    """How many copies of the model's shards there are, each on its own group of ranks."""
-    return cfg.dp_replicate if cfg.parallel == "fsdp" else 1
 
 
 def join(cfg) -> Ranks:
@@ -136,8 +131,7 @@ def join(cfg) -> Ranks:
     if place.size == 1:
         return ranks
     data = data_ranks(cfg, place.size)
-    copies = replicas(cfg)
-    grid = torch.arange(place.size).view(cfg.pp, copies, data // copies * cfg.cp, cfg.tp)
+    grid = torch.arange(place.size).view(cfg.pp, cfg.dp_replicate, -1, cfg.tp)
     mesh = make_mesh(cfg, device, grid, "pp replicate shard tp")
     cp = experts = None
     stage = dist.group.WORLD

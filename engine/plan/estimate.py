@@ -88,15 +88,14 @@ class Rank:
         cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, device, self.dtype)
         self.fsdp = cfg.parallel == "fsdp" and size > 1
         data = ranks.data_ranks(cfg, size)
-        copies = ranks.replicas(cfg)
-        shards = data * cfg.cp // copies
+        shards = data * cfg.cp // cfg.dp_replicate
         self.groups = {  # kind -> (number of ranks, distance between consecutive ranks)
             "tp": (cfg.tp, 1),
             "cp": (cfg.cp, cfg.tp),
             "ep": (cfg.ep, cfg.tp),
             "experts": (shards // cfg.ep, cfg.ep * cfg.tp),
             cfg.parallel: (shards, cfg.tp),
-            "hsdp": (copies, shards * cfg.tp),
+            "hsdp": (cfg.dp_replicate, shards * cfg.tp),
             "muon": (size // cfg.pp, 1),
             "pp": (cfg.pp, size // cfg.pp),
         }
