@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.parallel.owners import Matrix, Owners
+from engine.parallel.owners import Owners
 from engine.parallel.sharded import ShardedModel, load_biases, local
 from model import ExpertLinear, Fused, Linear
 
@@ -294,7 +294,10 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     if loads:
         parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if hidden:
-        owners = owners_of(model, hidden, sharded, dtype) if sharded and sharded.ranks.size > cfg.pp else None
+        owners = None
+        if sharded and sharded.ranks.size > cfg.pp:
+            matrices = {p: sharded.weights[name] for name, p in trained.items() if p in hidden}
+            owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
         muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
         parts[muon] = cfg.muon_lr / cfg.learning_rate
     if cfg.ema_decay:  # the last part, as it reads the new weights
@@ -308,15 +311,6 @@ def lr_ratio(name: str, p: nn.Parameter, cfg) -> float:
     if cfg.conv_lr and name.endswith(".conv.weight"):
         return cfg.conv_lr / cfg.learning_rate
     return 1.0
-
-
-def owners_of(model: nn.Module, hidden: dict, sharded: ShardedModel, dtype: torch.dtype) -> Owners:
-    """The owners of the hidden matrices among the ranks of this rank's stage."""
-    matrices = {}
-    for name, p in model.named_parameters():
-        if p in hidden:
-            matrices[p] = Matrix(sharded.shapes[name], sharded.shares[name])
-    return Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:

@@ -91,8 +91,8 @@ engine/optim.py: The cosine counts the warm-up as part of its way, so the rate j
   + progress = step / end
   tests/training/test_oracle.py::test_a_run_equals_the_oracles
 engine/parallel/sharded.py: The gradient norm under tp, by which clipping goes, counts what all ranks have too little.
-  - copies = math.prod(n for n, dim in self.shares[name] if dim is None)
-  + copies = math.prod(n**2 for n, dim in self.shares[name] if dim is None)
+  - copies = math.prod(n for n, dim in cuts if dim is None)
+  + copies = math.prod(n**2 for n, dim in cuts if dim is None)
 engine/parallel/tensor.py: The bias of a row-parallel layer is added once by every rank under tp.
   - return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
   + return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias, *ends)

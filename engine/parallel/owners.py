@@ -1,11 +1,11 @@
 """Owners of matrices: which rank orthogonalises the update of which matrix for Muon, and how its parts get there.
 
-owners = Owners({p: Matrix(shape, cuts), ...}, group, dtype)
+owners = Owners({p: Weight(shape, cuts), ...}, group, dtype)
 owners.on_full({p: update, ...}, change)    # change(full updates of the matrices that this rank owns), in place
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -15,18 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-Cuts = tuple[tuple[int, int | None], ...]  # see Matrix
 
-
-class Matrix(NamedTuple):
-    """A weight of the full model, or several of one shape, as those of experts, and how a grid of ranks shares it."""
+class Weight(NamedTuple):
+    """A weight of the full model, and how a grid of ranks shares it."""
 
     shape: tuple[int, ...]
-    cuts: Cuts  # (number of ranks, the dimension that they cut, or None if they have copies)
+    cuts: tuple[tuple[int, int | None], ...]  # (ranks, the dimension that they cut, or None if they have copies)
 
     @property
     def work(self) -> int:
-        """What an orthogonalisation costs: FLOPs, up to a factor that is much the same for all matrices."""
+        """What an orthogonalisation costs: FLOPs, up to a factor that is much the same for all weights."""
         return math.prod(self.shape) * min(self.shape[-2:])
 
 
@@ -47,23 +45,13 @@ class Part(NamedTuple):
         return whole[tuple(map(slice, self.offsets, ends))]
 
 
-def cuts(sizes: Sequence[int], sharded: bool, tp_dim: int | None, ep: int = 1) -> Cuts:
-    """Matrix.cuts for the sizes of a mesh's dimensions replicate, shard and tp. `sharded`: FSDP cuts the parameter; tp
-    cuts its dimension tp_dim. With ep > 1, so many adjacent ranks of shard have different experts."""
-    replicate, shard, tp = sizes
-    found = [(replicate, None), (shard // ep, 0 if sharded else None)]
-    if ep > 1:
-        found.append((ep, 0))
-    return (*found, (tp, tp_dim))
-
-
 @cache
-def place(matrix: Matrix, rank: int) -> tuple[tuple[slice, ...], int]:
-    """(the part of the matrix that a rank holds, the number of the copy to which it belongs). The grid's last dimension
+def place(weight: Weight, rank: int) -> tuple[tuple[slice, ...], int]:
+    """(the part of the weight that a rank holds, the number of the copy to which it belongs). The grid's last dimension
     cuts first, as torch.chunk does."""
-    part = [range(n) for n in matrix.shape]
+    part = [range(n) for n in weight.shape]
     copy = 0
-    for n, dim in reversed(matrix.cuts):
+    for n, dim in reversed(weight.cuts):
         rank, i = divmod(rank, n)
         if dim is None:
             copy = copy * n + i
@@ -78,7 +66,7 @@ class Owners:
     `dtype`. Each matrix, the largest first, goes to the rank that has the least work so far. If ranks hold copies of a
     part, the rank that belongs to the same copy of the matrix as the owner sends it."""
 
-    def __init__(self, matrices: dict[Hashable, Matrix], group: ProcessGroup, dtype: torch.dtype):
+    def __init__(self, matrices: dict[Hashable, Weight], group: ProcessGroup, dtype: torch.dtype):
         self.matrices = matrices
         self.group = group
         self.dtype = dtype

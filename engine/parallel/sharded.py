@@ -27,7 +27,7 @@ from engine import compilation, fp8
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
-from engine.parallel.owners import Matrix, Part, cuts, place
+from engine.parallel.owners import Part, Weight, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
@@ -67,7 +67,7 @@ class ShardedModel:
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}  # in the whole model
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
         self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True  # False in all stages of a pipeline but the last
@@ -76,7 +76,7 @@ class ShardedModel:
         self.cut(cfg)
         self.wrap(cfg)
         self.allocate(cfg)
-        self.note_copies(cfg)
+        self.note_copies(cfg, shapes)
 
     def cut(self, cfg):
         """Leave in the model what this rank has of it: a stage, slices of layers, pieces of sequences, some experts."""
@@ -131,25 +131,28 @@ class ShardedModel:
                 model, process_group=ranks.mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
 
-    def note_copies(self, cfg):
-        """Note how ranks share each parameter, and which gradients are reduced by `reduce_gradients`."""
-        sizes = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
+    def note_copies(self, cfg, shapes: dict[str, tuple[int, ...]]):
+        """Note how ranks share each parameter, which has this shape in the full model, and which gradients are reduced
+        by `reduce_gradients`."""
+        replicate, shard, tp = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
         named = dict(self.model.named_parameters())
         self.loads = load_biases(self.model)
         self.divided = [named[name] for name in self.cut_by_ep]
         self.undivided = [p for name, p in named.items() if name not in self.cut_by_ep]
         self.whole = kept_whole(self.model) if self.fsdp else []
         whole = {*self.whole}
-        self.shares = {}  # how the ranks share each parameter, see owners.cuts
+        self.weights = {}  # each parameter's Weight
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
         self.tp_replicated = []
         for name, p in named.items():
+            fsdp_dim = 0 if self.fsdp and p not in whole else None
             tp_dim = sharded_dim(self.model, name) if cfg.tp > 1 else None
             if tp_dim is None:
                 self.tp_replicated.append(p)
-            ep = cfg.ep if name in self.cut_by_ep else 1
-            self.shares[name] = cuts(sizes, self.fsdp and p not in whole, tp_dim, ep)
-            copies = math.prod(n for n, dim in self.shares[name] if dim is None)
+            ep = cfg.ep if name in self.cut_by_ep else 1  # adjacent ranks, which have different experts
+            cuts = (replicate, None), (shard // ep, fsdp_dim), (ep, 0), (tp, tp_dim)
+            self.weights[name] = Weight(shapes[name], cuts)
+            copies = math.prod(n for n, dim in cuts if dim is None)
             self.norm_weight[p] = (name not in self.counted_elsewhere) / math.sqrt(copies)
 
     # ---- weights
@@ -159,9 +162,9 @@ class ShardedModel:
         mine = local(x.detach())
         if x.dim() == 0:
             return Part(mine, (), ())
-        shape = self.shapes[name]
-        slices, _ = place(Matrix(shape, self.shares[name]), self.ranks.rank)
-        return Part(mine, tuple(each.start for each in slices), shape)
+        weight = self.weights[name]
+        slices, _ = place(weight, self.ranks.rank)
+        return Part(mine, tuple(each.start for each in slices), weight.shape)
 
     @torch.no_grad()
     def init_weights(self, seed: int, names: Collection[str] | None = None):
