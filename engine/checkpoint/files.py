@@ -127,8 +127,8 @@ def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Save
 def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_size: float = math.inf):
     """Read the named tensors in place, from a checkpoint of any number of ranks with this index. Every rank calls it.
     Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be more or fewer, see `unpadded`; those
-    that were not saved keep their values. ValueError on every rank if a name is absent, its shape or dtype differs, or
-    a weight is not finite; Damaged for damaged files."""
+    that were not saved become 0. ValueError on every rank if a name is absent, its shape or dtype differs, or a weight
+    is not finite; Damaged for damaged files."""
 
     def check_and_fill():
         for name, tensor in tensors.items():
@@ -141,6 +141,8 @@ def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_
                 raise ValueError(f"{fact}; use the flags of its training")
         for name, tensor in tensors.items():
             part = own_part(tensor)
+            if index[name].shape != part.shape:
+                part.tensor.zero_()
             contents.fill(path, name, index[name], part)
             finite = not name.startswith("model.") or part.tensor.isfinite().all()
             require(finite, f"{name} in checkpoint {path} has numbers that are not finite; use an earlier checkpoint")

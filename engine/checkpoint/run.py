@@ -199,7 +199,7 @@ def restore(cfg, run: Step) -> dict:
         check_same_model(cfg, state["flags"], path)
         index = checkpoint.read_index(path, state)
         tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
-        weights.load_tensors(path, tensors, sharded, index)
+        checkpoint.load(path, tensors, index, cfg.vocab_size)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
         together(lambda: set_random_states(tensors, path))
         if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none

@@ -26,7 +26,6 @@ from data.dataset import open_data
 from data.errors import require
 from data.tokenizer import Tokenizer, build, from_spec
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import Saved
 from engine.config import Config
 from engine.interchange.huggingface import read_hf
 from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
@@ -107,7 +106,8 @@ def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
         return from_spec(state["tokenizer"], path, "train again")
 
     def fill(sharded: ShardedModel):
-        load_tensors(path, parameters(sharded), sharded, checkpoint.read_index(path, state, average))
+        index = checkpoint.read_index(path, state, average)
+        checkpoint.load(path, parameters(sharded), index, sharded.model.cfg.vocab_size)
 
     return Weights(path, state["flags"], tokenizer, fill)
 
@@ -144,12 +144,3 @@ FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
 def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
     """This rank's parts of the parameters, by their names in a checkpoint. They share storage with the model."""
     return {f"model.{name}": sharded.part(name, p) for name, p in sharded.model.named_parameters()}
-
-
-def load_tensors(path: Path, tensors: dict[str, Tensor], sharded: ShardedModel, index: dict[str, Saved]):
-    """Read these tensors of the model, and perhaps of its optimizer, in place, from a checkpoint whose layout may have
-    padded the weights of the vocabulary otherwise. Every rank calls it."""
-    cfg = sharded.model.cfg
-    if any(index[name].shape != tuple(t.shape) for name, t in tensors.items() if name in index):
-        sharded.init_weights(cfg.seed, checkpoint.VOCAB_WEIGHTS)  # for padding that the saved layout did not have
-    checkpoint.load(path, tensors, index, cfg.vocab_size)

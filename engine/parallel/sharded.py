@@ -167,14 +167,13 @@ class ShardedModel:
         return Part(mine, tuple(each.start for each in slices), weight.shape)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, names: Collection[str] | None = None):
+    def init_weights(self, seed: int):
         """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout: a
-        vocabulary's padding is rows behind the others. With `names`, draw only those of these parameters."""
+        vocabulary's padding is rows behind the others."""
         for name, p in self.model.named_parameters():
-            if names is None or name in names:
-                mine, offsets, shape = self.part(name, p)
-                device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
-                mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
+            mine, offsets, shape = self.part(name, p)
+            device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
+            mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]):
