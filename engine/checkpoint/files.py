@@ -129,18 +129,18 @@ def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_
     Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be more or fewer, see `unpadded`; those
     that were not saved become 0. ValueError on every rank if a name is absent, its shape or dtype differs, or a weight
     is not finite; Damaged for damaged files."""
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
 
     def check_and_fill():
-        for name, tensor in tensors.items():
+        for name, part in parts.items():
             saved = index.get(name)
-            shape = tuple(tensor.shape)
-            same_shape = saved and unpadded(name, saved.shape, vocab_size) == unpadded(name, shape, vocab_size)
-            if not same_shape or saved.dtype != tensor.dtype:
+            dtype = part.tensor.dtype
+            same_shape = saved and unpadded(name, saved.shape, vocab_size) == unpadded(name, part.shape, vocab_size)
+            if not same_shape or saved.dtype != dtype:
                 found = f"{saved.shape} {saved.dtype}" if saved else "absent"
-                fact = f"{name} is {found} in checkpoint {path}, {shape} {tensor.dtype} here"
+                fact = f"{name} is {found} in checkpoint {path}, {part.shape} {dtype} here"
                 raise ValueError(f"{fact}; use the flags of its training")
-        for name, tensor in tensors.items():
-            part = own_part(tensor)
+        for name, part in parts.items():
             if index[name].shape != part.shape:
                 part.tensor.zero_()
             contents.fill(path, name, index[name], part)

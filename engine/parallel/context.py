@@ -28,7 +28,7 @@ from ops import Mask, boundaries
 
 
 def check(cfg):
-    """ValueError if sequences cannot be cut for cp ranks; it names the flag and the remedy."""
+    """ValueError if sequences cannot be cut for cp ranks."""
     n = cfg.cp
     if cfg.objective != "causal":
         raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")

@@ -23,8 +23,7 @@ from ops import by_expert, has_values
 
 
 def check(cfg, ranks: int):
-    """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts; it names the flag and the
-    remedy."""
+    """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts."""
     n = cfg.ep
     if cfg.n_expert % n:
         raise ValueError(f"ep={n} does not divide n_expert={cfg.n_expert}; set ep to a divisor")

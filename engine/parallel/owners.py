@@ -35,10 +35,6 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
     def of(self, whole: Tensor) -> Tensor:
         """The same part of another tensor."""
         ends = (start + n for start, n in zip(self.offsets, self.tensor.shape, strict=True))

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
@@ -177,13 +176,12 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]):
-        """Copy into each parameter its part of the full tensor of that name, which may lack a vocabulary's padding."""
+        """Copy into each parameter its part of the full tensor of that name. A vocabulary's padding, which this tensor
+        may lack, becomes 0."""
         for name, p in self.model.named_parameters():
             part = self.part(name, p)
-            full = weights[name].to(p.device)
-            padding = part.shape[0] - len(full)
-            full = F.pad(full, (0, 0) * (full.dim() - 1) + (0, padding))
-            part.tensor.copy_(part.of(full))
+            rows = part.of(weights[name])
+            part.tensor.zero_()[: len(rows)].copy_(rows)
 
     # ---- one step
 

@@ -58,7 +58,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
 
 
 def check(cfg):
-    """ValueError if the model cannot be cut for tp ranks; it names the flag and the remedy."""
+    """ValueError if the model cannot be cut for tp ranks."""
     n = cfg.tp
     if cfg.objective == "seq2seq":
         options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
