@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +115,6 @@ class Corpus:
     def __post_init__(self):
         self.special = self.out.tokenizer.end_text or END_OF_TEXT.decode()
         self.specials = 0  # documents that hold this text
-        self.hashes = {split: array("q") for split in SPLITS}  # of the documents, from which equal ones are known
 
     def encode(self, job: list[Document]) -> dict[str, tuple[np.ndarray, int]]:
         """{split: (tokens, number of documents)}"""
@@ -177,33 +175,19 @@ class Corpus:
                     break
                 for split, (tokens, documents) in encoded.items():
                     self.out.add(split, tokens, documents)
-                self.note(job)
+                self.specials += sum(self.special in together(document.text) for document in job)
                 last = job[-1]
                 if self.out.unsaved:
                     self.out.save((last.file, last.row, last.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(last.position - progress.n)
-        self.say_what_was_noted()
+        if self.specials:
+            fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
+            say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
         for split in SPLITS:
             fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
             remedy = "add text, cut it into more documents, or pass another --val_fraction"
             require(self.tokens(split) >= 2, f"{fact}; {remedy}")
-
-    def note(self, job: list[Document]) -> None:
-        """Notes what is said of the documents in the end."""
-        for document, split in zip(job, self.splits(job), strict=True):
-            text = together(document.text)
-            self.specials += self.special in text
-            self.hashes[split].append(hash(text))
-
-    def say_what_was_noted(self) -> None:
-        if self.specials:
-            fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
-            say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
-        train, val = (np.frombuffer(self.hashes[split], np.int64) for split in SPLITS)
-        equal = np.isin(val, train).sum()
-        if equal and not self.out.place:  # otherwise those before an interruption are not known
-            say(f"note: {equal:,} of {len(val):,} validation documents are training documents too")
 
     def write_up_to_limit(self, job: list[Document]) -> None:
         """Writes the documents of the job in which the limit is reached, up to the limit."""
