@@ -70,18 +70,19 @@ def make_jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield job
 
 
-def map_in_order(function: Callable, jobs: Iterable, threads: int) -> Iterator[tuple]:
-    """Yields (job, function(job)) in the order of the jobs. At most `threads` + 2 jobs are pending."""
+def map_in_order(function: Callable, jobs: Iterable[list], threads: int) -> Iterator[tuple]:
+    """Yields (document, result) of all documents of the jobs, in their order. function(job) gives a job's results. At
+    most `threads` + 2 jobs are pending."""
     waiting: deque = deque()
     pool = ThreadPoolExecutor(threads)
     try:
         for job in jobs:
             waiting.append((job, pool.submit(function, job)))
             if len(waiting) == threads + 2:
-                before, result = waiting.popleft()
-                yield before, result.result()
-        for before, result in waiting:
-            yield before, result.result()
+                before, results = waiting.popleft()
+                yield from zip(before, results.result(), strict=True)
+        for before, results in waiting:
+            yield from zip(before, results.result(), strict=True)
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for jobs that have not begun
 
@@ -116,25 +117,19 @@ class Corpus:
         self.special = self.out.tokenizer.end_text or END_OF_TEXT.decode()
         self.specials = 0  # documents that hold this text
 
-    def encode(self, job: list[Document]) -> dict[str, tuple[np.ndarray, int]]:
-        """{split: (tokens, number of documents)}"""
-        parts: dict[str, list] = {split: [] for split in SPLITS}  # in this order in meta.json
+    def encode(self, job: list[Document]) -> list[dict[str, np.ndarray]]:
+        """Of each document, its ids by the name of its split, and of a pair also the marks."""
+        found = []
         for document, split in zip(job, self.splits(job), strict=True):
             try:
                 if isinstance(document.text, str):
-                    parts[split].append(self.ids(document.text))
+                    found.append({split: self.ids(document.text)})
                 else:
                     ids, marks = encode(self.out.tokenizer, document.text)
-                    parts[split].append(ids)
-                    parts.setdefault(split + MASK, []).append(marks)
+                    found.append({split: ids, split + MASK: marks})
             except ValueError as e:  # for example a million blanks in a row with gpt2
                 where = f"{self.source.files[document.file]}, document {document.row}"
                 raise ValueError(f"{where} cannot be encoded ({reason(e)}); change it, or remove it") from e
-        found = {}
-        for split, arrays in parts.items():
-            documents = len(arrays) if split in SPLITS else 0  # those of a mask are counted already
-            if arrays:
-                found[split] = np.concatenate(arrays), documents
         return found
 
     def ids(self, text: str) -> np.ndarray:
@@ -168,19 +163,18 @@ class Corpus:
         jobs = make_jobs(self.source.read(file, row, number))
         total = None if self.limit else sum(self.source.sizes)  # how much a limit leaves out is not known
         with progress_bar(total, sum(self.source.sizes[:file])) as progress:
-            for job, encoded in map_in_order(self.encode, jobs, self.threads):
-                trained, _ = encoded.get("train", ([], 0))
-                if self.limit and self.tokens("train") + len(trained) >= self.limit:
-                    self.write_up_to_limit(job)
+            for document, arrays in map_in_order(self.encode, jobs, self.threads):
+                if self.limit and self.tokens("train") == self.limit:
                     break
-                for split, (tokens, documents) in encoded.items():
-                    self.out.add(split, tokens, documents)
-                self.specials += sum(self.special in together(document.text) for document in job)
-                last = job[-1]
+                for split, tokens in arrays.items():
+                    if self.limit and split == "train":
+                        tokens = tokens[: self.limit - self.tokens("train")]
+                    self.out.add(split, tokens, int(split in SPLITS))
+                self.specials += self.special in together(document.text)
                 if self.out.unsaved:
-                    self.out.save((last.file, last.row, last.number + 1))
+                    self.out.save((document.file, document.row, document.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
-                progress.update(last.position - progress.n)
+                progress.update(document.position - progress.n)
         if self.specials:
             fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
             say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
@@ -188,15 +182,6 @@ class Corpus:
             fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
             remedy = "add text, cut it into more documents, or pass another --val_fraction"
             require(self.tokens(split) >= 2, f"{fact}; {remedy}")
-
-    def write_up_to_limit(self, job: list[Document]) -> None:
-        """Writes the documents of the job in which the limit is reached, up to the limit."""
-        for document in job:
-            for split, (tokens, documents) in self.encode([document]).items():
-                room = self.limit - self.tokens("train") if split == "train" else len(tokens)
-                self.out.add(split, tokens[:room], documents)
-            if self.tokens("train") == self.limit:
-                return
 
 
 def prepare(args: argparse.Namespace, files: list[str]) -> None:

@@ -125,7 +125,6 @@ class ShardWriter:
         """Appends the ids (N,) of one or more documents to `split` ("train" or "val"). The caller adds end-of-text ids,
         and of pairs also the marks, to train_mask and val_mask."""
         assert split.removesuffix(MASK) in SPLITS, split
-        assert not len(tokens) or 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size
         entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
         entry["documents"] += documents
         entry["tokens"] += len(tokens)
@@ -136,7 +135,9 @@ class ShardWriter:
                 self.open[split] = open(self.temporary / shard["name"], "xb")
                 self.open[split].write(bytes(HEADER_BYTES))  # written when the number of tokens is known
             shard = entry["shards"][-1]
-            part, tokens = np.split(tokens, [self.shard_tokens - shard["tokens"]])
+            room = self.shard_tokens - shard["tokens"]
+            part = tokens[:room]
+            tokens = tokens[room:]
             self.open[split].write(part.astype(self.dtype).tobytes())
             shard["tokens"] += len(part)
             shard["max_token"] = max(shard["max_token"], int(part.max()))

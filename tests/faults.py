@@ -158,8 +158,8 @@ data/writer.py: The largest token id on record for a shard is that of its last d
   + shard["max_token"] = int(part.max())
   tests/data/test_shards.py::test_written_bytes_are_the_format
 data/corpus.py: A preparation that goes on numbers its documents from one too low, so others of them validate.
-  - self.out.save((last.file, last.row, last.number + 1))
-  + self.out.save((last.file, last.row, last.number))
+  - self.out.save((document.file, document.row, document.number + 1))
+  + self.out.save((document.file, document.row, document.number))
   tests/data/test_corpus.py::test_killed_at_any_write_the_result_is_the_same
 engine/evaluation.py: The training loss is evaluated with dropout, whose draws move those of the training after it.
   -         self.sharded.model.eval()
