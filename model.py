@@ -975,11 +975,13 @@ class Neighbours(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
         """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
+        n = self.reach
         rows = self.pieces(x)
-        place = inputs.place
-        if place is not None:
-            place = place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)  # (B, ..., P, T/P, 1)
-        return [ops.earlier(rows, i, self.reach, place).flatten(-3, -2) for i in range(self.reach + 1)]
+        before = [rows[..., n - i : rows.size(-2) - i, :] for i in range(n + 1)]  # each (B, ..., P, T/P, C)
+        if inputs.place is not None:
+            place = inputs.place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
+            before = [row.where(place >= i, 0) for i, row in enumerate(before)]
+        return [row.flatten(-3, -2) for row in before]
 
     def pieces(self, x: Tensor) -> Tensor:
         """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). P is 1, or 2 with context

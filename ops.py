@@ -102,15 +102,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
 
-def earlier(rows: Tensor, i: int, n: int, place: Tensor | None = None) -> Tensor:
-    """Rows (..., n + T, C) -> the i-th row before each of the last T, (..., T, C). place (..., T, 1), if given, holds
-    the position of each row in its document; where the i-th row before belongs to another one, the result is 0."""
-    row = rows[..., n - i : rows.size(-2) - i, :]
-    if place is None:
-        return row
-    return row.where(place >= i, 0)
-
-
 def dropped(x: Tensor, p: float) -> Tensor:
     """Each element of x is 0 with probability p, otherwise divided by 1 - p.
 

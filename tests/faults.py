@@ -272,9 +272,9 @@ tools/lens.py: Shares of slots with a softmax of their own are relative to all u
   - for part in hidden.tensor_split([apart])])
   + for part in hidden.tensor_split([0])])
   tests/tools/test_lens.py::test_shares_are_weights_of_attention
-ops.py: The earliest tap of a convolution reaches one token into the document before.
-  - return row.where(place >= i, 0)
-  + return row.where(place >= i - 1, 0)
+model.py: The earliest tap of a convolution reaches one token into the document before.
+  - row.where(place >= i, 0)
+  + row.where(place >= i - 1, 0)
   tests/model/test_model.py::test_a_convolution_is_the_sum_written_out
 model.py: --rope_scaling is accepted beside positions that it has no effect on.
   - rope_scaling: str = ""  # [pos=rope] linear:F
