@@ -839,22 +839,19 @@ class MLP(nn.Module):
             unit = hidden // groups  # so that it is over all of a group
             self.phi = lambda scores: (scores * (C // groups) ** -0.5).softmax(-1)
         self.pieces = (unit,) * arity  # see activations
-        self.q = nn.Identity()  # the stream itself is the query
-        self.out = nn.Identity()
         if groups == 1:
             self.up = Linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
             self.down = Linear(cfg, hidden, C, "out")
         else:
             self.up = GroupedLinear(cfg, groups, C, "into", self.pieces)
             self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
-            self.q.role = "into"
-            self.out.role = "out"
+        self.out = nn.Identity()
         if reader.out == "matrix":
-            self.out = Linear(cfg, C, C, "second" if groups == 1 else "out")
+            self.out = Linear(cfg, C, C, "second")
             self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        hidden = activations(self.phi, self.pieces, self.up(self.q(x)))  # (B, T, F)
+        hidden = activations(self.phi, self.pieces, self.up(x))  # (B, T, F)
         return self.out(self.down(hidden))
 
 

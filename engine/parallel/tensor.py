@@ -124,14 +124,14 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
             module.register_forward_hook(gather)
         elif role == "after":
             module.register_forward_pre_hook(reduce)
-        elif isinstance(module, GroupedLinear):
-            module.groups //= n
+        elif isinstance(module, nn.Identity | GroupedLinear) and role == "into":
+            module.register_forward_pre_hook(lambda module, args: args[0].chunk(n, -1)[rank])
+        elif isinstance(module, nn.Identity | GroupedLinear) and role == "out":
+            module.register_forward_hook(lambda module, args, x: pad_to_width(rank, n, x))
         elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
-        elif isinstance(module, nn.Identity) and role == "into":
-            module.forward = lambda x: x.chunk(n, -1)[rank]
-        elif isinstance(module, nn.Identity) and role == "out":
-            module.forward = partial(pad_to_width, rank, n)
+        if isinstance(module, GroupedLinear):
+            module.groups //= n
     if isinstance(model.wte, nn.Embedding):  # as on the first stage of a pipeline
         model.wte.forward = partial(lookup, model, rank, group)
         model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
