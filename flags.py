@@ -266,6 +266,8 @@ def check_reader(cfg: "LayerFlags", reader: Reader):
     if reader.slots and (reader.source != "context" or reader.phi != "softmax"):
         refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
     if cfg.pos == "alibi" and reader.source == "context":
+        if cfg.objective != "causal":
+            refuse(cfg, "pos objective", "this was retired, as encoders see both ways; set pos=rope")
         if reader.phi != "softmax":
             refuse(cfg, "layer pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
         if reader.share != 1:

@@ -364,27 +364,19 @@ class Alibi(AttentionPosition):
         k   j // 256, j % 256, 0, 0
 
     A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
-    Columns of zeros follow, up to a width E that is a multiple of 8, as the fused kernels need. v is padded to E too;
-    attention drops that again.
+    Four columns of zeros follow, as the fused kernels need multiples of 8. v gets eight, which attention drops again.
     """
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__(cfg)
-        if cfg.objective != "causal":
-            refuse(cfg, "pos objective", "this was retired, as encoders see both ways; set pos=rope")
 
     @classmethod
     def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
-        D = cfg.head_size
-        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(D)  # (H, 1)
+        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(cfg.head_size)  # (H, 1)
         far = (t // 256).to(dtype)  # (T,)
         near = (t % 256).to(dtype)
         one = torch.ones_like(far)
         zero = torch.zeros_like(far)
         of_queries = torch.stack((256 * slope * one, slope * one, 256 * slope * far, slope * near), dim=-1)  # (H, T, 4)
         of_keys = torch.stack((far, near, zero, zero), dim=-1)  # (T, 4)
-        end = (0, zeros_behind(D))
-        return F.pad(of_queries, end), F.pad(of_keys, end)  # each (..., E - D)
+        return F.pad(of_queries, (0, 4)), F.pad(of_keys, (0, 4))  # each (..., 8)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         of_queries, of_keys = (columns.to(q.dtype) for columns in table)
@@ -393,14 +385,9 @@ class Alibi(AttentionPosition):
         return q, k, F.pad(v, (0, of_keys.size(-1)))
 
     def slots(self, k: Tensor, v: Tensor) -> Tensors:
-        columns = k.new_zeros(*k.shape[:2], 4 + zeros_behind(k.size(-1)))  # (Hkv, M, E - D)
+        columns = k.new_zeros(*k.shape[:2], 8)  # (Hkv, M, 8)
         columns[..., 2:4] = 1
         return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
-
-
-def zeros_behind(D: int) -> int:
-    """How many columns of zeros, behind D channels and Alibi's 4 columns, make a head's width a multiple of 8."""
-    return -(D + 4) % 8
 
 
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
