@@ -568,7 +568,7 @@ def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
 
 class Heads(nn.Module):
     """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j. Its subclasses, one for each source of keys and
-    values, make q, k and v in `project` and the sum in `read`.
+    values, make q, k and v in `project`; `read` computes the sum.
 
     G = H / Hkv query heads share keys and values. The switch .stream cuts the stream itself into queries, and .none
     leaves W_O out.
@@ -606,6 +606,10 @@ class Heads(nn.Module):
         q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
         return self.out(y.flatten(2))  # (B, T, C)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        """The heads' results (B, H, T, D) for normed q and k: of a pool that all queries see."""
+        return self.attend(q, k, v, Mask(causal=False))
 
     def add_per_head(self, name: str, initial: float | Normal, *shape: int):
         """Make a parameter with a row for each head, or key/value head, which begins with these values."""
@@ -656,8 +660,7 @@ class Heads(nn.Module):
         if self.reader.slots == "joint_slots":
             slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
         dropout = self.dropout if self.training else 0.0
-        y = ops.attention(q, k, v, self.head_dim, mask, self.softcap, dropout, slots, self.strips, self.phi)
-        return y[..., : v.size(3)]
+        return ops.attention(q, k, v, self.head_dim, mask, self.softcap, dropout, slots, self.strips, self.phi)
 
 
 class Attention(Heads):
@@ -744,9 +747,6 @@ class Slots(Heads):
         k = self.slot_k.to(q.dtype).expand(len(q), -1, -1, -1)
         v = self.slot_v.to(q.dtype).expand(len(q), -1, -1, -1)
         return q, k, v
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return Heads.attend(self, q, k, v, Mask(causal=False))  # as in Attention.read
 
 
 class ShapedAttention(Attention):

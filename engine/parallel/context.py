@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from data.errors import require
 from engine.parallel.tensor import gathered
-from model import Heads, Neighbours
+from model import Attention, Neighbours
 from ops import Mask, boundaries
 
 
@@ -59,7 +59,7 @@ def apply_context_parallel(model: nn.Module, group: ProcessGroup):
     n, _, _ = piece_indices(group)
     size = model.cfg.block_size // n
     for name, module in model.named_modules():
-        if isinstance(module, Heads):
+        if isinstance(module, Attention):
             module.attend = partial(attend_pieces, module.attend, group)
         elif isinstance(module, Neighbours):
             fact = f"cp={n // 2} makes pieces of {size} tokens, and {name} reads {module.reach} tokens before each"
