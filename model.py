@@ -1208,9 +1208,7 @@ class Model(Stack):
         own = documents(docs, docs, doc_starts, doc_starts)  # each is None if there are no documents
         of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
         memory = self.encode(source, of_source)
-        of_memory = None
-        if memory is not None:
-            of_memory = documents(docs, source_docs, doc_starts, source_doc_starts)
+        of_memory = documents(docs, source_docs, doc_starts, source_doc_starts)
         x = self.hidden(idx, 0, own, memory, of_memory)
         if targets is None:
             return self.logits(x)
@@ -1292,7 +1290,7 @@ class Model(Stack):
 def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> Tensors | None:
     """Mask.docs for the document numbers of queries (B, T) and keys (B, S), and the first tokens of documents, if
     known. None without documents."""
-    if queries is None and keys is None:
+    if queries is None or keys is None:
         return None
     if starts is None and key_starts is None:
         return queries, keys
