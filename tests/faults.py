@@ -24,9 +24,6 @@ ops.py: Sliding windows by FlashAttention hold W + 1 keys, and without a window 
   - left = mask.window - 1
   + left = mask.window
   tests/model/test_flash.py::test_flash_equals_naive_attention
-ops.py: Simplified blocks' content-free attention ignores the window in cached decoding, and there only.
-  - return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
-  + return v.mean(dim=2, keepdim=True)
 engine/decode.py: Texts beyond block_size are cropped to one token less than the context when decoding goes on.
   -                 new = text
   +                 new = text[:, 1:]
