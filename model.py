@@ -197,8 +197,6 @@ def norm(cfg: ModelConfig, role: str) -> nn.Module:
     kind = cfg.norm if role in PLACEMENT[cfg.norm_placement] else "none"
     if role == "last" and cfg.last_norm != "same":
         kind = cfg.last_norm
-    if role == "total":  # the stream itself, of which each process has its tokens
-        role = "whole"
     return with_role(NORM[kind](cfg), role)
 
 

@@ -34,7 +34,7 @@ from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, m
 collectives = torch.ops._c10d_functional
 
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
-WHOLE = ("second", "router", "before", "after", "last", "whole")
+WHOLE = ("second", "router", "before", "after", "total", "last", "whole")
 SHARDED_DIM = {"vocab": 0, "into": 0, "memory": 0, "out": 1} | dict.fromkeys(WHOLE)
 
 
