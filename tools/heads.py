@@ -23,10 +23,10 @@ their own have their own Z, and their b_i is not rotated.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.func import jacfwd, jacrev
 
 import model as M
 from data.errors import require
@@ -67,55 +67,50 @@ def contextual_mlp(
     the reader reads at t = position. `reader` is its name, such as attn or mlp; empty = the first one of the context.
     The hidden units of a p, such as the MLP, are its units, and `head` must be 0. b_i of a gated kind belongs to the
     gate. The model must be in eval mode. ValueError if layer, reader, head or position does not exist, if a score
-    overflows, or if the reader computes something else than its units.
+    overflows, or if a head computes something else than its units.
     """
     pool = reader_of(model, layer, reader)
     require(0 <= position < len(idx), f"position={position} must be in 0 .. {len(idx) - 1}")
     heads = 1 if isinstance(pool, M.MLP) else pool.n_head
     require(0 <= head < heads, f"head={head} must be in 0 .. {heads - 1}")
+    last = pool.down if isinstance(pool, M.MLP) else pool.out
     read = []  # what the reader reads of this text
-    with pool.register_forward_pre_hook(lambda _, args: read.extend(args)):
+    results = []  # what its last layer reads: hidden units, or the results of all heads
+    with (
+        pool.register_forward_pre_hook(lambda _, args: read.extend(args)),
+        last.register_forward_pre_hook(lambda _, args: results.extend(args)),
+    ):
         model.hidden(idx[None], memory=model.encode(None if source is None else source[None]))
     x, inputs = read
+    y = results[0][0, position]  # (F,) or (H D,)
     if isinstance(pool, M.MLP):
-        units = hidden_units(pool, x[0, position])
-    else:
-        units = head_units(pool, x, inputs, head, position)
-    _, outgoing, hidden = units
-    error = (hidden @ outgoing - term(pool, x, inputs, head)[position]).norm()
-    of_units = (hidden.abs() @ outgoing.abs()).norm()
+        return hidden_units(pool, x[0, position], y)
+    incoming, values, hidden = head_units(pool, x, inputs, head, position)
+    channels = slice(head * pool.head_dim, (head + 1) * pool.head_dim)
+    error = (hidden @ values - y[channels]).norm()
+    of_units = (hidden.abs() @ values.abs()).norm()
     if error > math.sqrt(torch.finfo(x.dtype).eps) * of_units:
         fact = f"computes something else than its units say, by {error / of_units:.2%} of what its units give"
         advice = f"a flag of {type(pool).__name__}, or a change of it, needs a case in contextual_mlp"
         raise ValueError(f"layer={layer} head={head} {fact}; {advice}")
-    return units
+    W_O = jacfwd(pool.out)(y)[:, channels]  # (C, D)
+    return incoming, values @ W_O.T, hidden
 
 
-def linear_part(f: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
-    """The matrix of an affine map of (1, T, n), whose rows are f(e) - f(0) for the unit vectors e: (..., n, channels).
-    `like` has the dtype and the device that f takes."""
-    y = f(torch.eye(n + 1, n, dtype=like.dtype, device=like.device)[None])
-    return y[..., :-1, :] - y[..., -1:, :]
-
-
-def hidden_units(pool: M.MLP, x: Tensor) -> Units:
-    """contextual_mlp of the hidden units of a p, for x (C,)."""
-    hidden = M.activations(pool.phi, pool.pieces, pool.up(x[None, None]))[0, 0]
-    incoming = linear_part(pool.up, len(x), x)[0]  # (C, F), and of a gated kind (C, 2 F)
+def hidden_units(pool: M.MLP, x: Tensor, hidden: Tensor) -> Units:
+    """contextual_mlp of the hidden units (F,) of a p, for x (C,)."""
+    incoming = jacfwd(pool.up)(x)  # (F, C), and of a gated kind (2 F, C)
     if len(pool.pieces) == 2:
-        incoming = incoming.unflatten(1, (-1, 2, pool.pieces[0]))[:, :, 0].flatten(1)
-
-    def down(h: Tensor) -> Tensor:
-        return pool.out(pool.down(h[None, None]))[0, 0]
-
-    return incoming.T, torch.func.jacrev(down)(hidden).T, hidden  # linear_part would make an F x F matrix
+        incoming = incoming.unflatten(0, (-1, 2, pool.pieces[0]))[:, 0].flatten(0, 1)
+    outgoing = jacrev(lambda h: pool.out(pool.down(h)))(hidden).T  # jacfwd would make an F x F matrix
+    return incoming, outgoing, hidden
 
 
 def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: int) -> Units:
-    """contextual_mlp of a head that reads tokens or slots, for x (1, T, C)."""
+    """Incoming (S, C), values / Z (S, D) and hidden (S,) of a head that reads tokens or slots, for x (1, T, C)."""
     context = pool.reader.source == "context"
     q, k, v = pool.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T or S, D)
-    queries = query_rows(pool, x, inputs, q[:, :, [position]])  # (1, H, C + 1, D)
+    queries = query_rows(pool, x[0, position], inputs, q[:, :, [position]])  # (1, H, C + 1, D)
     placed = queries
     if context:
         table = tuple(entry[..., position : position + 1, :] for entry in inputs.table)
@@ -138,15 +133,13 @@ def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: 
     if pool.reader.slots == "own_slots":  # a softmax of their own, without positions
         slot_k, slot_v = pool.slots(k.dtype)
         parts.insert(0, units_of_keys(pool, head, of_head(slot_k), of_head(slot_v), queries[0, head]))
-    incoming, outgoing, hidden = (torch.cat(each) for each in zip(*parts, strict=True))
-    W_O = linear_part(pool.out, pool.n_head * pool.head_dim, x)[0].unflatten(0, (pool.n_head, -1))[head]  # (D, C)
-    return incoming, outgoing @ W_O, hidden
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
-    """W_Q^T of each head and, as the last row, the query q (1, H, 1, D), both with q's norm: (1, H, C + 1, D). Their
-    products with the keys are the incoming weights and the scores."""
-    W_Q = linear_part(lambda e: pool.project(e, inputs)[0], x.size(2), x)  # (1, H, C, D)
+    """W_Q^T of each head at x (C,) and, as the last row, the query q (1, H, 1, D), both with q's norm: (1, H, C + 1, D).
+    Their products with the keys are the incoming weights and the scores."""
+    W_Q = jacfwd(lambda x: pool.project(x[None, None], inputs)[0])(x)[:, :, 0].mT  # (1, H, C, D)
     if isinstance(pool.q_norm, M.RMSNorm):
         rms = (q.square().mean(-1, keepdim=True) + pool.q_norm.eps).sqrt()
         W_Q = W_Q * pool.q_norm.weight / rms
@@ -175,25 +168,3 @@ def units_of_keys(
         hidden = pool.beta[head] * hidden - pool.gamma[head] * Z * bias.softmax(0)
         hidden[own] += pool.alpha[head] * Z
     return scores[: len(values), :-1], values[:, :D] / Z, hidden  # of a gated map, the scores of the gate
-
-
-def term(pool: Pool, x: Tensor, inputs: M.Inputs, head: int) -> Tensor:
-    """A head's term of the reader's output as the module itself computes it from x (1, T, C): (T, C). A p is one
-    head."""
-
-    if isinstance(pool, M.MLP):
-        layer = pool.down
-        channels = slice(None)
-    else:
-        layer = pool.out
-        channels = slice(head * pool.head_dim, (head + 1) * pool.head_dim)
-
-    def silence(_, args: tuple[Tensor]) -> Tensor:
-        """All other heads in the first row of the batch, and all heads in the second."""
-        y = torch.zeros_like(args[0])  # (2, T, H D)
-        y[0, :, channels] = args[0][0, :, channels]
-        return y
-
-    with layer.register_forward_pre_hook(silence):
-        alone, nothing = pool.forward(x.expand(2, -1, -1), inputs)  # hooks have had their turn
-    return alone - nothing
