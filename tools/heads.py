@@ -137,7 +137,7 @@ def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: 
 
 
 def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
-    """W_Q^T of each head at x (C,) and, as the last row, the query q (1, H, 1, D), both with q's norm: (1, H, C + 1, D).
+    """W_Q^T of each head at x (C,), and as the last row the query q (1, H, 1, D), both with q's norm: (1, H, C + 1, D).
     Their products with the keys are the incoming weights and the scores."""
     W_Q = jacfwd(lambda x: pool.project(x[None, None], inputs)[0])(x)[:, :, 0].mT  # (1, H, C, D)
     if isinstance(pool.q_norm, M.RMSNorm):
