@@ -902,7 +902,6 @@ class Experts(nn.Module):
         self.router = Linear(cfg, C, cfg.n_expert, "router")
         self.up = ExpertLinear(cfg, C, hidden * arity, "into", (hidden // cfg.hidden_unit, self.pieces))
         self.down = ExpertLinear(cfg, hidden, C, "out")
-        self.routing: Maybe = None  # of each sequence of the last evaluation: the loads, and the sum of p's entropies
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
@@ -921,8 +920,6 @@ class Experts(nn.Module):
         if self.balance is not None:
             load = ends.diff(prepend=ends.new_zeros(1)).to(p.dtype)
             weights = self.balance(weights, load)
-        if not self.training:
-            self.routing = routing(p.view(*x.shape[:2], -1), chosen.view(len(x), -1))
         token = order // self.active  # of each row
         rows = self.read(tokens.index_select(0, token), ends)  # (N k, C), sorted by expert
         rows = rows * weights.flatten().index_select(0, order)[:, None]
@@ -933,13 +930,6 @@ class Experts(nn.Module):
         """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
         hidden = activations(self.phi, self.pieces, self.up(rows, ends))  # (N, F)
         return self.down(hidden, ends)
-
-
-def routing(p: Tensor, chosen: Tensor) -> Tensor:
-    """How often each expert is among those chosen (B, n), and the sum of the entropies of p (B, T, E): (B, E + 1)."""
-    loads = p.new_zeros(len(p), p.size(-1)).scatter_add(1, chosen, p.new_ones(1).expand_as(chosen))
-    entropy = torch.special.entr(p / p.sum(-1, keepdim=True)).flatten(1).sum(1, keepdim=True)
-    return torch.cat((loads, entropy), dim=1).detach()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1279,10 +1269,6 @@ class Model(Stack):
     def n_params(self) -> int:
         """Number of trainable parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
-
-    def experts(self) -> list[Experts]:
-        """The experts of all layers, those of the encoder last."""
-        return [m for m in self.modules() if isinstance(m, Experts)]
 
 
 def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> Tensors | None:

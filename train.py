@@ -205,7 +205,7 @@ class Run:
             if losses is None:
                 return None
             of_train, of_val = losses
-            figures = (self.step, of_train.nats, of_val.nats, of_val.bits, self.sharded.routing_figures())
+            figures = (self.step, of_train.nats, of_val.nats, of_val.bits)
             is_best = self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
             if self.cfg.eval_only and self.ranks.first:
                 print(evaluation_text(*figures))

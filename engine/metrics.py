@@ -2,7 +2,7 @@
 
     metrics = Metrics(...) if ranks.first else Silent()
     with metrics.paused():
-        metrics.evaluation(step, train_loss, val_loss, val_bpb, routing)
+        metrics.evaluation(step, train_loss, val_loss, val_bpb)
     metrics.log(step, loss, lr, grad_norm, tokens, {"epoch": 0.5})
     metrics.say("saved out/step_00001000")
     metrics.close()
@@ -156,19 +156,14 @@ class Console:
             self.bar.close()
 
 
-def evaluation_text(
-    step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing: dict, is_best: bool = False
-) -> str:
+def evaluation_text(step: int, train_loss: float, val_loss: float, val_bpb: float | None, is_best: bool = False) -> str:
     """The console's text for an evaluation; `is_best`: the validation loss is the lowest so far."""
     text = f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}"
     if val_bpb is not None:
         text += f", bpb {val_bpb:.4f}"
     if is_best:
         text += " (the best so far)"
-    if routing:
-        text += "\nexperts: the largest load is {expert_load:.2f} times the mean, {idle_experts:.0%} are idle; the "
-        text += "routers' entropy is {router_entropy:.2f} nats"
-    return text.format(**routing)
+    return text
 
 
 class Silent:
@@ -236,13 +231,10 @@ class Metrics(Silent):
         self.console.advance(self.steps, f"loss {loss:.4f}, {rate:,.0f} tok/s")
         self.console.line(line)
 
-    def evaluation(
-        self, step: int, train_loss: float, val_loss: float, val_bpb: float | None, routing: dict, is_best: bool = False
-    ):
-        """Logs an evaluation after `step` steps: losses in nats per token, val_bpb in bits per byte of text, and the
-        figures of ShardedModel.routing_figures."""
-        self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb} | routing)
-        self.console.line(evaluation_text(step, train_loss, val_loss, val_bpb, routing, is_best))
+    def evaluation(self, step: int, train_loss: float, val_loss: float, val_bpb: float | None, is_best: bool = False):
+        """Logs an evaluation after `step` steps: losses in nats per token, and val_bpb in bits per byte of text."""
+        self.write(step, "eval", {"train_loss": train_loss, "val_loss": val_loss, "val_bpb": val_bpb})
+        self.console.line(evaluation_text(step, train_loss, val_loss, val_bpb, is_best))
 
     @contextmanager
     def paused(self):

@@ -69,8 +69,7 @@ def figures(folder: Path) -> list[dict]:
 
 def losses(folder: Path) -> list[tuple]:
     """What must not depend on time or place: (step, loss, ...) of logged steps, (step, train, val) of evaluations."""
-    keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb")
-    keys += ("expert_load", "idle_experts", "router_entropy", "skipped")
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_bpb", "skipped")
     return [tuple(line[key] for key in keys if key in line) for line in metrics(folder)]
 
 

@@ -30,7 +30,7 @@ from engine.parallel.owners import Part, Weight, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
-from model import Block, Experts, LoadBalance, Model, Stack
+from model import Block, LoadBalance, Model, Stack
 
 
 def local(x: Tensor) -> Tensor:
@@ -67,8 +67,6 @@ class ShardedModel:
         with torch.device("meta"):
             self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        self.routers = [name for name, m in self.model.named_modules() if isinstance(m, Experts)]
-        self.routing: Tensor | float = 0.0  # sums of Experts.routing, see `routing_figures`
         self.has_loss = True  # False in all stages of a pipeline but the last
         self.cut_by_ep: Collection[str] = ()  # names of parameters
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
@@ -259,27 +257,7 @@ class ShardedModel:
         """The mean loss over the targets of a batch from `self.batch`; 0 if has_loss is False."""
         with self.ranks.autocast():
             loss = self.pipeline.loss(batch) if self.cfg.pp > 1 else self.model(**batch)
-        if experts := self.model.experts():
-            real = (batch["targets"] >= 0).any(1, keepdim=True)  # not the sequences that fill the last batch
-            self.routing = self.routing + torch.stack([(m.routing * real).sum(0) for m in experts])
         return loss
-
-    def routing_figures(self) -> dict[str, float]:
-        """How tokens were divided among the experts in the calls of `loss` since the last call: a layer's largest load
-        over its mean load, the share of experts without tokens, the mean entropy of p in nats."""
-        if not self.routers:
-            return {}
-        here = dict(self.model.named_modules())  # without the layers of other stages
-        routing = torch.zeros(len(self.routers), self.model.cfg.n_expert + 1, device=self.ranks.device)
-        routing[[name in here for name in self.routers]] = self.routing
-        self.routing = 0.0
-        load, entropy = self.ranks.sum(routing).tensor_split([-1], dim=1)
-        tokens = load.sum(1, keepdim=True) / self.model.cfg.n_expert_active
-        return {
-            "expert_load": (load / load.mean(1, keepdim=True)).max().item(),
-            "idle_experts": (load == 0).float().mean().item(),
-            "router_entropy": (entropy / tokens).mean().item(),
-        }
 
     def reshard_after_eval(self):
         """Free the gathered parameters after forwards without a backward: the optimizer updates only the shards."""

@@ -1,7 +1,5 @@
 """Experts against transformers' blocks by copied weights, a loop over tokens, and a dense MLP, in float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn as nn
@@ -10,7 +8,6 @@ import transformers
 from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, in_turn, jitter, stream, trained
 
 import ops
-from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import flops, n_read
 from flags import READER
 from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
@@ -110,45 +107,6 @@ def test_the_bias_of_an_expert_has_its_load_as_gradient():
     for _ in range(2):  # two micro-steps
         (17.0 * m(x, Inputs())).sum().backward()  # whatever the loss
     assert torch.allclose(m.balance.bias.grad, 2 * (load / load.mean() - 1))
-
-
-@pytest.mark.parametrize("padding,flags", [
-    (0, {}),
-    (2, {}),
-    (2, {"router": "sigmoid"}),
-    (0, {"objective": "seq2seq", "n_encoder_layer": 1}),
-], ids=str)  # fmt: skip
-def test_the_routing_of_an_evaluation(padding, flags):
-    """Loads and entropies of each layer, counted from the routers' scores of the rows that have targets."""
-    has_encoder = "objective" in flags
-    model, found = Model(ModelConfig(**SIZE | flags), seed=3).eval(), {}
-    for m in model.modules():
-        if isinstance(m, Experts):
-            m.register_forward_hook(lambda m, args, out: found.update({m: m.router(args[0][:2]).flatten(0, 1)}))
-    idx = torch.randint(V, (2 + padding, T), generator=torch.Generator().manual_seed(0))
-    targets = idx.clone()
-    targets[0, 1:], targets[2:] = -1, -1  # one target is enough
-    with torch.no_grad():
-        model(idx, targets, **({"source": idx.flip(1)} if has_encoder else {}))
-    assert len(found) == len(model.experts()) == L + has_encoder
-    for m in model.experts():
-        p = found[m].softmax(-1)
-        if "router" in flags:
-            p = found[m].sigmoid()
-            p = p / p.sum(-1, keepdim=True)
-        *load, entropy = m.routing[:2].sum(0)
-        assert load == p.topk(2).indices.flatten().bincount(minlength=E).tolist()
-        assert torch.allclose(entropy, -(p * p.log()).sum())
-
-
-def test_the_figures_of_a_routing():
-    """Four tokens, of which each reads two of the experts."""
-    model = Model(ModelConfig(**SIZE | {"n_layer": 1, "n_expert": 6}), seed=0)
-    names = [name for name, m in model.named_modules() if isinstance(m, Experts)]
-    routing = torch.tensor([[4.0, 2, 0, 2, 0, 0, 6]])  # loads, and the sum of entropies
-    alone = SimpleNamespace(device="cpu", sum=lambda x: x)
-    found = ShardedModel.routing_figures(SimpleNamespace(model=model, routers=names, routing=routing, ranks=alone))
-    assert found == {"expert_load": 3.0, "idle_experts": 0.5, "router_entropy": 1.5}
 
 
 def test_a_token_reads_its_share_of_the_parameters():

@@ -41,7 +41,7 @@ def loop(metrics, steps, stop):
     for step in range(*steps):
         if step % 5 == 0:
             with metrics.paused():
-                metrics.evaluation(step, loss_at(step) + 1, loss_at(step) + 2, None, {})
+                metrics.evaluation(step, loss_at(step) + 1, loss_at(step) + 2, None)
         if step == stop:
             break
         if step % 2 == 0:
@@ -55,8 +55,8 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
     loss = 0.1 + 0.2 + 1e-17
     metrics.log(0, loss, 1e-3, 0.5, 640, {"epoch": 0.25})
     metrics.log(10, math.nan, 1e-3, math.inf, 7040, {"skipped": 3})
-    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7, {}, is_best=True)
-    metrics.evaluation(12, 1 / 3, 2 / 3, None, {"expert_load": 1.5, "idle_experts": 0.25, "router_entropy": 2.0})
+    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7, is_best=True)
+    metrics.evaluation(12, 1 / 3, 2 / 3, None)
     metrics.say("saved")
     metrics.close()
     first, second, *evaluations = lines(tmp_path / "deep" / "out")
@@ -65,8 +65,7 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
     assert first["loss"] == loss and first["tokens"] == 640 and first["flops"] == 640_000 and first["epoch"] == 0.25
     assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
     losses = {"kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3}
-    routing = {"expert_load": 1.5, "idle_experts": 0.25, "router_entropy": 2.0}
-    assert evaluations == [{"step": 11, **losses, "val_bpb": 1 / 7}, {"step": 12, **losses, "val_bpb": None, **routing}]
+    assert evaluations == [{"step": 11, **losses, "val_bpb": 1 / 7}, {"step": 12, **losses, "val_bpb": None}]
     out, err = capsys.readouterr()
     trained, left_out, *rest = out.splitlines()
     assert re.fullmatch(r"iter 0: loss 0.3000, time .+ms, tok/s .+, mfu .+, lr 1.00e-03, grad norm 0.500", trained)
@@ -74,7 +73,7 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
     assert rest == [
         "step 11: train loss 0.3333, val loss 0.6667, bpb 0.1429 (the best so far)",
         "step 12: train loss 0.3333, val loss 0.6667",
-        "experts: the largest load is 1.50 times the mean, 25% are idle; the routers' entropy is 2.00 nats", "saved",
+        "saved",
     ]  # fmt: skip
     assert err == "" and not any(c in out for c in "\r\x1b")
 
