@@ -1,7 +1,7 @@
 """shakespeare: nanoGPT's Shakespeare in GPT-2's tokens, token for token.
 
     python data/shakespeare/prepare.py                  # shakespeare_char's input.txt, or a download to it
-    python data/shakespeare/prepare.py --input=my.txt   # your own text, a file or a URL
+    python data/shakespeare/prepare.py --input=my.txt   # your own text
 
 The first 90 % of the characters train, the rest validate: 301,966 and 36,059 tokens, without an end-of-text.
 """

@@ -1,7 +1,7 @@
 """shakespeare_char: nanoGPT's character-level Shakespeare, token for token.
 
     python data/shakespeare_char/prepare.py                  # input.txt in this folder, or a download
-    python data/shakespeare_char/prepare.py --input=my.txt   # your own text, a file or a URL
+    python data/shakespeare_char/prepare.py --input=my.txt   # your own text
 
 The first 90 % of the characters train, the rest validate: 1,003,854 and 111,540 tokens, 65 different characters.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from data.command import Parser, out_folder
-from data.errors import require
+from data.errors import reason, require
 from data.files import decoded, read_file, write_file
 from data.tokenizer import Tokenizer
 from data.writer import ShardWriter
@@ -19,20 +19,14 @@ LARGEST = 2**28  # bytes of a text
 SECONDS = 5  # for connecting, and for each read
 
 
-def download(url: str) -> bytes:
-    """The content of `url` (http, https, ftp or file). ValueError with a remedy if this fails."""
-    try:
-        with urlopen(url, timeout=SECONDS) as response:
-            return response.read()
-    except (OSError, HTTPException, ValueError) as e:
-        cause = getattr(e, "reason", e)
-        raise ValueError(f"cannot download {url} ({cause}); put the text at {TEXT} or pass --input=FILE") from e
-
-
 def shakespeare() -> bytes:
-    """Reads input.txt, or downloads it. ValueError if the download is another text."""
+    """Reads input.txt, or downloads it. ValueError if this fails, or if the download is another text."""
     if not TEXT.exists():
-        content = download(URL)
+        try:
+            with urlopen(URL, timeout=SECONDS) as response:
+                content = response.read()
+        except (OSError, HTTPException) as e:
+            raise ValueError(f"cannot download {URL} ({reason(e)}); put the text at {TEXT} or pass --input=FILE") from e
         found = hashlib.sha256(content).hexdigest()
         fact = f"{URL} has the SHA-256 {found}, not {SHA256}"
         require(found == SHA256, f"{fact}; get it elsewhere and pass --input=FILE")
@@ -41,15 +35,13 @@ def shakespeare() -> bytes:
 
 
 def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> ShardWriter:
-    """Prepares the text of --input, a file or a URL, in the tokens of tokenizer_of(text); returns what was written."""
+    """Prepares the text of --input, a file, in the tokens of tokenizer_of(text); returns what was written."""
     parser = Parser(doc, here)
-    parser.add_argument("--input", help="text file or its URL (default: input.txt of shakespeare_char)")
+    parser.add_argument("--input", help="text file (default: input.txt of shakespeare_char)")
     args = parser.parse_args()
     folder = out_folder(args.out)
     if args.input is None:
         content = shakespeare()
-    elif "://" in args.input:
-        content = download(args.input)
     else:
         content = read_file(Path(args.input).expanduser(), LARGEST)
     name = args.input or "input.txt"

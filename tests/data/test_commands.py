@@ -39,7 +39,6 @@ NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext")
     ("pycode", ["--val_fraction=1e-9"], ["val_fraction=1e-09 is less than the smallest file; pass a"]),
     ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
     ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
-    ("shakespeare_char", ["--input=nope://x"], ["cannot download nope://x"]),
     ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
     ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
 ])  # fmt: skip
@@ -205,12 +204,9 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
 SPEECH = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
-@pytest.mark.parametrize("as_url", [False, True])
-def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path, as_url):
+def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path):
     source = tmp_path / "my text.txt"
     source.write_text(SPEECH)
-    if as_url:
-        source = source.as_uri()
     assert call("shakespeare_char", f"--input={source}", f"--out={tmp_path / 'out'}")[0] == 0
     table = {c: i for i, c in enumerate(sorted(set(SPEECH)))}
     ids = [table[c] for c in SPEECH]
@@ -232,8 +228,9 @@ def test_shakespeare_download_is_checked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
-def test_shakespeare_with_a_bad_server(answer, monkeypatch):
+def test_shakespeare_with_a_bad_server(answer, tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare, "SECONDS", 0.3)
+    monkeypatch.setattr(shakespeare, "TEXT", tmp_path / "input.txt")
 
     def serve():
         connection, _ = server.accept()
@@ -244,8 +241,8 @@ def test_shakespeare_with_a_bad_server(answer, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer:
             threading.Thread(target=serve, daemon=True).start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
-        message = error(shakespeare.download, url)
+        monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
+        message = error(shakespeare.shakespeare)
     assert message.startswith("cannot download http://127.0.0.1") and "; put the text at" in message
 
 
