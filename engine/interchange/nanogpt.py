@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; {REMEDY}")
     try:
-        # With mmap, the optimizer's two thirds of the file are never read. Files older than torch 1.6 have no mmap.
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        # With mmap, the optimizer's two thirds of the file are never read.
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         model_args, model, config = (dict(checkpoint[key]) for key in ("model_args", "model", "config"))
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
         fact = f"{file} is damaged, holds more than tensors and plain values, or lacks model_args, model or config"

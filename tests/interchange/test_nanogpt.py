@@ -55,7 +55,7 @@ def gpt2_logits(state, args, idx):
     return model(idx).logits
 
 
-def write(path, zipped: bool = True, **changes):
+def write(path, **changes):
     torch.manual_seed(0)
     checkpoint = dict(
         model=nanogpt_state(**ARGS),
@@ -66,7 +66,7 @@ def write(path, zipped: bool = True, **changes):
         config={"dataset": "shakespeare_char", "learning_rate": 1e-3},
     )
     kept = {key: value for key, value in (checkpoint | changes).items() if value is not None}
-    torch.save(kept, path, _use_new_zipfile_serialization=zipped)
+    torch.save(kept, path)
     return path
 
 
@@ -100,10 +100,10 @@ def test_training_starts_from_a_nanogpt_checkpoint(in_this_process, tiny_data, t
     assert found[0] == pytest.approx(expected, abs=1e-5) and found[-1] < found[0]
 
 
-@pytest.mark.parametrize("prefix, zipped", [("", True), ("", False), ("_orig_mod.", True)])
-def test_reads_what_nanogpt_writes(tmp_path, prefix, zipped):
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_reads_what_nanogpt_writes(tmp_path, prefix):
     state = nanogpt_state(**ARGS)
-    file = write(tmp_path / "ckpt.pt", zipped, model={prefix + name: t for name, t in state.items()})
+    file = write(tmp_path / "ckpt.pt", model={prefix + name: t for name, t in state.items()})
     model_args, tensors, config = read_nanogpt(file)
     assert model_args == ARGS and tensors.keys() == state.keys() and config["dataset"] == "shakespeare_char"
     assert all(torch.equal(tensors[name], state[name]) for name in state)
@@ -161,11 +161,10 @@ STRANGE = [  # integers, no numbers, numbers that take no memory, and such as no
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("zipped", [True, False])
-def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn, zipped):
+def test_names_a_tensor_that_holds_no_weights(tmp_path, recwarn):
     for make in STRANGE:
         model = nanogpt_state(**ARGS) | {"transformer.wpe.weight": make()}
-        file = write(tmp_path / "ckpt.pt", zipped, model=model)
+        file = write(tmp_path / "ckpt.pt", model=model)
         recwarn.clear()
         with pytest.raises(ValueError, match="transformer.wpe.weight") as error:
             dict(from_nanogpt(*read_nanogpt(file)[:2]))
@@ -183,9 +182,9 @@ def test_runs_no_code_and_names_the_file(tmp_path, monkeypatch):
 
     for kind, make in (
         ("UnpicklingError", lambda: write(file, optimizer=Bomb())),
-        ("UnpicklingError", lambda: torch.save(Bomb(), file, _use_new_zipfile_serialization=False)),
+        ("RuntimeError", lambda: torch.save(Bomb(), file, _use_new_zipfile_serialization=False)),
         ("Error", zipped),
-        ("EOFError", lambda: file.write_bytes(b"")),
+        ("Error", lambda: file.write_bytes(b"")),
         ("KeyError", lambda: write(file, config=None)),
         ("TypeError", lambda: torch.save([1, 2], file)),
     ):
