@@ -290,7 +290,7 @@ DAMAGE = [
     (config(rope_parameters=rope("longrope")["rope_parameters"]), "rope_type='longrope', but only"),
     (config(is_causal=False, foo=1, q="x"), "nothing here reads 'foo'=1; delete it if"),
     (config(hidden_size="absent"), "n_embd=None .hidden_size.: expected int"),
-    (config(num_hidden_layers=40), r"n_layer=40, but there are \d+ tensors"),
+    (config(num_hidden_layers=40), r"model.layers.3.\S+ is absent, and should have the shape"),
     (config(rope_parameters=[3]), "config.json: a key has a value of a wrong type"),
     (
         lambda f: (f / SAFE).rename(f / "pytorch_model.bin"),
