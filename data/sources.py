@@ -7,7 +7,7 @@
 every other name                    UTF-8 text; a document is the file, a line, a paragraph, or ends at a separator
 .gz, .zst added                     the file is decompressed while it is read
 
-Names are compared without case. What is no text is refused by its content.
+Names are compared without case. What is no UTF-8 text is refused.
 """
 
 import glob
@@ -145,11 +145,8 @@ class Source:
             raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
-        for number, (offset, content) in enumerate(self._parts(f)):
+        for offset, content in self._parts(f):
             text = _decode(name, content, offset)
-            if number == 0 and _is_record(text.lstrip().partition("\n")[0]):
-                fact = f"{name} holds JSON objects, and its name says text"
-                raise ValueError(f"{fact}; name it .jsonl, and pass --field of the text")
             if self.val_fraction:
                 yield from cut_in_two(text, self.val_fraction)
             elif self.separator or self.documents != "file":
@@ -270,14 +267,6 @@ def _decode(where: str, content: bytes, offset: int) -> str:
         fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
         raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
     return decoded(where, content, offset)
-
-
-def _is_record(line: str) -> bool:
-    """Whether a line is a JSON object."""
-    try:
-        return line.startswith("{") and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def check_hub() -> None:
