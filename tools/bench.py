@@ -20,7 +20,7 @@ from configurator import parse
 from data.errors import command, require, user_errors
 from flags import Flags
 from tools import speed
-from tools.child import ROOT, measure, stop, words_of
+from tools.child import ROOT, measure, words_of
 
 RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
 
@@ -92,5 +92,5 @@ def main(argv: list[str] | None = None):
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, signal.default_int_handler)  # an exception, by which the child and its folder go
     command(main)

@@ -64,13 +64,6 @@ def words_of(flag: str, text: str) -> list[str]:
         raise ValueError(f"--{flag}={text}: {error}; correct its quotation marks") from None
 
 
-def stop(number: int, frame):
-    """A handler of signals: exits so that the child is killed and its folder removed."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
 def measure(checkout: Path, args: list[str], lines: int | None = None, cwd: Path | None = None) -> float:
     """Runs checkout/train.py, up to `lines` lines "iter N:", and returns milliseconds per step. ValueError if it failed
     or printed too few. Relative paths in args begin in the folder cwd, by default the checkout."""
