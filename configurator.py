@@ -70,6 +70,7 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "fsdp_offload": False,
     "on_save_error": "stop",
     "async_checkpoint": False,
+    "fp8": False,
     "target_flops": 0.0,
     "target_ratio": 0.0,
     "which": "latest",

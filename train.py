@@ -40,7 +40,7 @@ from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
 from data.objective import Objective, open_with_objective
-from engine import compilation, fp8, optim
+from engine import compilation, optim
 from engine.checkpoint import run as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
@@ -175,8 +175,6 @@ class Run:
         if work.n_read < work.n_params:
             parameters += f", of which a token reads {work.n_read:,}"
         machine = f"{self.ranks.size} x {self.ranks.device.type}, {precision(self.ranks.device, self.ranks.dtype)}"
-        if cfg.fp8:
-            machine += f", {self.sharded.in_float8} layers in float8"
         if cfg.deterministic:
             machine += ", deterministic"
         if self.ranks.compile:
@@ -285,8 +283,6 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     ranks = join(cfg)
     cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
     cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
-    if cfg.fp8:
-        fp8.check(cfg, ranks.device)
     peak = peak_flops(ranks.device, ranks.dtype)
     work = accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
     return compilation.settle(cfg, ranks), work

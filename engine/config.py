@@ -65,7 +65,6 @@ class Config(ModelConfig):
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
-    fp8: bool = False  # products of the blocks' linear layers in float8, on GPUs that have it; with dtype=bfloat16
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs
     activation_checkpoint: Literal["none", "selective", "full"] = "none"  # selective: recompute parts, full: all blocks
     deterministic: bool = False  # on GPUs: only deterministic kernels, and no TF32

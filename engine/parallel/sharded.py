@@ -6,7 +6,7 @@
     loss = sharded.backward(batches, micro_steps, scaler)
     norm = sharded.clip(cfg.grad_clip)
 
-The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, float8, recomputation,
+The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, recomputation,
 compilation, FSDP2 or DDP. docs/hacking.md has a table of what they replace in model.py.
 """
 
@@ -22,7 +22,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.objective import objective_class
-from engine import compilation, fp8
+from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
@@ -93,11 +93,9 @@ class ShardedModel:
             self.cut_by_ep = apply_expert_parallel(self.model, group, self.ranks.compile)
 
     def wrap(self, cfg):
-        """Change how blocks compute: in float8, recomputed in the backward, compiled, gathered by FSDP."""
+        """Change how blocks compute: recomputed in the backward, compiled, gathered by FSDP."""
         model, ranks = self.model, self.ranks
         blocks = [module for module in model.modules() if isinstance(module, Block)]
-        if cfg.fp8:
-            self.in_float8 = fp8.apply(model, cfg.batch_size * cfg.block_size // cfg.cp)
         inside = cfg.ep > 1  # the exchange of tokens breaks graphs, and recomputation has to enclose the breaks
         if ranks.compile and inside:
             compilation.compile_model(model, blocks, inside=True)

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 import ops
 from data.objective import objective_class
-from engine import fp8
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, state_bytes
 from engine.parallel import context, expert, ranks, stages, tensor
 from engine.parallel.fsdp import kept_whole
@@ -205,9 +204,6 @@ class Rank:
                 n = getattr(cfg, name)
                 if n > 1:
                     cut(self.model, dist.new_group([*range(n)], group_desc=name))
-            if cfg.fp8:
-                fp8.check(cfg)
-                fp8.apply(self.model, cfg.batch_size * cfg.block_size // cfg.cp)
             for m in self.model.modules():
                 if isinstance(m, Heads):
                     m.dropout = 0.0  # of which a GPU's kernels keep no mask
