@@ -12,11 +12,11 @@ from typing import NoReturn
 from data import DATA
 from data.errors import command, require, say
 
-CONFIGS = {  # data set -> the config file that trains on it, and its block_size
-    "pycode": ("train_pycode", 256),
-    "shakespeare_char": ("train_shakespeare_cpu", 64),
-    "numbers": ("numbers_seq2seq", 256),
-    "openwebtext": ("train_gpt2", 1024),
+CONFIGS = {  # data set -> the config file that trains on it
+    "pycode": "train_pycode",
+    "shakespeare_char": "train_shakespeare_cpu",
+    "numbers": "numbers_seq2seq",
+    "openwebtext": "train_gpt2",
 }
 
 
@@ -46,19 +46,15 @@ def out_folder(out: str) -> Path:
     return DATA / out
 
 
-def next_command(folder: Path, tokens: list[int], pairs: bool = False) -> str:
-    """The command that trains on a data set in minutes, or GPT-2's run on OpenWebText. `tokens` are the numbers of
-    tokens of the splits; windows of pairs may be longer."""
+def next_command(folder: Path) -> str:
+    """The command that trains on a data set in minutes, or GPT-2's run on OpenWebText."""
     folder = folder.resolve()
     name = str(folder)
     if folder.parent == DATA:
         name = folder.name
-    config, block_size = CONFIGS.get(name, CONFIGS["pycode"])
-    flags = [f"config/{config}.py"]
+    flags = [f"config/{CONFIGS.get(name, 'train_pycode')}.py"]
     if name not in CONFIGS:
         flags += [f"--dataset={name}", f"--out_dir=out/{folder.name}"]
-    if min(tokens) <= block_size and not pairs:
-        flags.append(f"--block_size={min(tokens) - 1}")
     return shlex.join(["python", "train.py", *flags])
 
 

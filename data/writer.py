@@ -201,7 +201,7 @@ class ShardWriter:
         """Prints `what` and the numbers of tokens, the folder, and the command that trains on them."""
         tokens = [self.splits[split]["tokens"] for split in SPLITS]
         found = f"{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}"
-        print(f"{what}{found}; next: {next_command(self.folder, tokens, len(self.splits) > len(SPLITS))}")
+        print(f"{what}{found}; next: {next_command(self.folder)}")
 
 
 def _json(content: dict) -> bytes:
