@@ -76,21 +76,16 @@ def make_deterministic(on: bool):
 
 @contextmanager
 def torch_errors(smaller: str) -> Iterator[None]:
-    """Turn an error about too little memory, or about an operation without a deterministic kernel, into a line with the
-    remedy; `smaller` says what takes less memory. Other errors stay as they are."""
-    remedies = {
-        r"\S+ does not have a deterministic implementation": "set --deterministic=False, or change the model's flags",
-        r"not deterministic because it uses CuBLAS": "unset CUBLAS_WORKSPACE_CONFIG in the environment",
-        r"out of memory|can't allocate memory.+? bytes|Unable to allocate .+?B\b|Storage size .+ overflowed": smaller,
-    }
+    """Turn an error about too little memory into a line with the remedy; `smaller` says what takes less memory. Other
+    errors stay as they are."""
+    words = r"out of memory|can't allocate memory.+? bytes|Unable to allocate .+?B\b|Storage size .+ overflowed"
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # MemoryError is numpy's
         text = f"{error} {error.__cause__}"  # a pipeline's schedule wraps errors
-        for words, remedy in remedies.items():
-            if found := re.search(words, text):
-                with user_errors():
-                    raise ValueError(f"{found[0]}; {remedy}") from error
+        if found := re.search(words, text):
+            with user_errors():
+                raise ValueError(f"{found[0]}; {smaller}") from error
         raise
 
 

@@ -163,15 +163,6 @@ def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_operation_without_a_deterministic_kernel_is_named(tiny_data, tmp_path, monkeypatch, capsys, switches):
-    """torch's own error, in one line."""
-    argv = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--deterministic=True"]
-    operation = lambda *_: torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # noqa: E731
-    monkeypatch.setattr(train.Run, "train_step", operation)
-    line = refused(train.main, argv, capsys)
-    assert line.startswith("error: put_ does not have a deterministic implementation; set --deterministic=False")
-
-
 @pytest.mark.parametrize("deterministic, said", [(False, "float32 (products in TF32)"), (True, "float32")])
 def test_float32_on_cuda_is_tf32(monkeypatch, switches, deterministic, said):
     monkeypatch.setattr(parallel, "resolve_device", lambda *_: CUDA)
