@@ -51,7 +51,7 @@ from engine.parallel.connection import environment, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
-from engine.step import Profile, Step, Watch, collect_garbage
+from engine.step import Step, Watch, collect_garbage, tracing
 from engine.stop_signal import StopSignal
 from ops import wide_stream
 
@@ -102,7 +102,8 @@ def train(run: "Run"):
             return run.metrics.end(run.checkpoints.outcome(stopping), stopping)
 
         lr = optim.learning_rate(run.step, cfg)
-        run.profile.next()
+        if run.profiler is not None:
+            run.profiler.step()
         loss, grad_norm = run.train_step(lr)
         if run.step % run.log_interval == 0:
             run.log(loss, lr, grad_norm)
@@ -148,8 +149,9 @@ class Run:
         self.batches = data_errors_end_the_run(self.loader)
         with writing(cfg.out_dir):
             self.metrics = self.open_metrics(cleanup)
-        self.profile = Profile(cfg, ranks, self.metrics.say)
-        cleanup.callback(self.profile.close)
+        self.profiler = None
+        if cfg.profile_steps and ranks.first:
+            self.profiler = cleanup.enter_context(tracing(cfg, self.metrics.say))
         self.stop = StopSignal(ranks)
         self.evaluation = Evaluation(cfg, data, streams, objective, self.sharded)
         step = self.step if cfg.init_from == "resume" else None
@@ -237,9 +239,6 @@ class Run:
             self.check_finite()
         stepper.update(bool(left_out))
         self.samples += self.cfg.samples(self.step)
-        if self.ranks.compile and gc.isenabled():  # as in the first step of this process
-            for cause in compilation.graph_breaks():
-                self.metrics.say(f"warning: torch.compile leaves a part of each step uncompiled: {cause}")
         return loss, grad_norm
 
     def check_finite(self):

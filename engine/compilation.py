@@ -10,7 +10,6 @@ docs/performance.md says what is compiled, and what that gives.
 import hashlib
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,13 +101,6 @@ def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = F
         else:
             part.compile()
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
-
-
-def graph_breaks() -> list[str]:
-    """Why torch.compile has left parts of functions uncompiled in this process."""
-    texts = torch._dynamo.utils.counters["graph_break"]
-    reasons = (re.findall(r"\(reason: (.+)\)", text) or [text.partition("\n  Hint")[0]] for text in texts)
-    return [" ".join(reason[0].split())[:300] for reason in reasons]
 
 
 def choose_folder():

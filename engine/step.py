@@ -121,29 +121,14 @@ def collect_garbage():
         gc.disable()
 
 
-class Profile:
-    """Traces some steps of a run: call next() before every step, and close() at the end. Writes cfg.profile_steps steps
-    of the first rank to trace.json in out_dir. A run that ends earlier writes the steps that it has made."""
+def tracing(cfg, say) -> torch.profiler.profile:
+    """A context that traces cfg.profile_steps steps into trace.json in out_dir. Its step() is called before every step
+    of the run. A run that ends earlier writes the steps that it has made."""
+    path = Path(cfg.out_dir, "trace.json")
 
-    def __init__(self, cfg, ranks, say):
-        self.path = Path(cfg.out_dir, "trace.json")
-        self.say = say
-        self.profiler = None
-        if cfg.profile_steps and ranks.first:
-            schedule = torch.profiler.schedule(wait=FIRST, warmup=1, active=cfg.profile_steps, repeat=1)
-            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.write)
-            self.profiler.start()
+    def write(profiler: torch.profiler.profile):
+        if tried("the trace", partial(profiler.export_chrome_trace, str(path))):
+            say(f"trace in {path}, for https://ui.perfetto.dev")
 
-    def next(self):
-        if self.profiler is not None:
-            self.profiler.step()
-
-    def close(self):
-        if self.profiler is not None:
-            tried("the trace", self.profiler.stop)
-            if self.profiler.step_num <= FIRST:
-                self.say(f"profile_steps: no trace, because the run made at most {FIRST} steps")
-
-    def write(self, profiler: torch.profiler.profile):
-        if tried("the trace", partial(profiler.export_chrome_trace, str(self.path))):
-            self.say(f"trace in {self.path}, for https://ui.perfetto.dev")
+    schedule = torch.profiler.schedule(wait=FIRST, warmup=1, active=cfg.profile_steps, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
