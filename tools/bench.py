@@ -1,4 +1,4 @@
-"""Measures how fast this machine trains, decodes and loads data, and compares training runs and checkouts.
+"""Measures how fast this machine trains and decodes, and compares training runs and checkouts.
 
     python -m tools.bench                                   # a table for this machine, a minute
     python -m tools.bench --config=4L/192/T256/B8           # one of its configurations (CONFIGS in tools/speed.py)

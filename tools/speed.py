@@ -1,4 +1,4 @@
-"""The table of tools.bench: training, decoding and the loader on random tokens, with the parts of the commands."""
+"""The table of tools.bench: training and decoding of random tokens, with the parts of the commands."""
 
 import itertools
 import json
@@ -14,11 +14,9 @@ import numpy as np
 import torch
 
 from configurator import parse
-from data import DATA
-from data.dataset import open_data
 from data.errors import require
 from data.loader import Loader
-from data.objective import Causal, open_with_objective
+from data.objective import open_with_objective
 from engine.config import Config
 from engine.decode import generate
 from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
@@ -55,22 +53,6 @@ def flags(name: str, dtype: str = "auto") -> Config:
     return parse(Config, [*args, "--gradient_accumulation_steps=1", f"--dtype={dtype}"])
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of products of square matrices in FLOP/s. The matrices grow while a product takes less than 30 ms,
-    as a CPU that emulates bfloat16 takes 20 s for a large one."""
-    best, n, seconds = 0.0, 64, 0.0
-    while n < 8192 and seconds < 0.03:
-        n *= 2
-        a = torch.randn(n, n, device=device).to(dtype)  # a GPU multiplies ones faster
-        for _ in range(3):
-            start = time.perf_counter()
-            torch.mm(a, a)
-            getattr(torch, device.type).synchronize()
-            seconds = time.perf_counter() - start
-            best = max(best, 2 * n**3 / seconds)
-    return best
-
-
 def ms_per_step(cfg: Config) -> float:
     """Train on random tokens for some seconds after the first steps; the median of the rounds of steps."""
     with tempfile.TemporaryDirectory() as cfg.dataset:
@@ -99,18 +81,17 @@ def ms_per_step(cfg: Config) -> float:
     return 1000 * median(times) / ROUND
 
 
-def training_row(name: str, dtype: str, peak: float) -> str:
-    """The speed of training, and its share of the peak of matrix products in this dtype, in FLOP/s; of a GPU also its
-    MFU (the share of the data sheet's peak) and the peak of its memory in GiB."""
+def training_row(name: str, dtype: str) -> str:
+    """The speed of training; of a GPU also its MFU and the peak of its memory in GiB."""
     cfg = flags(name, dtype)
     device = resolve_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     ms = ms_per_step(cfg)
-    flops = cfg.batch_size * accounting.flops(accounting.skeleton(cfg), cfg.block_size)
     tokens_per_s = 1000 * cfg.batch_size * cfg.block_size / ms
-    row = f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}{1000 * flops / ms / peak:>14.1%}"
+    row = f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}"
     if device.type == "cuda":
+        flops = cfg.batch_size * accounting.flops(accounting.skeleton(cfg), cfg.block_size)
         mfu = 1000 * flops / ms / (peak_flops(device, getattr(torch, dtype)) or math.nan)
         row += f"{mfu:>8.1%}{peak_memory_bytes(device) / 2**30:>8.2f}"
     return row
@@ -132,24 +113,8 @@ def decoding_row(name: str, batch: int) -> str:
     return f"{name:<26}{str(dtype)[6:]:<9}{batch * n / seconds:>12,.0f}{batch:>10}"
 
 
-def loader_speed(tokens: int = 2**25, batches: int = 200) -> float:
-    """Tokens per second that reach the device in batches of 64 x 1024, after a tenth of them for warm-up."""
-    device = resolve_device("auto")
-    with tempfile.TemporaryDirectory() as folder:
-        random_data(folder, tokens, 65)
-        stream = open_data(folder, DATA).split("train")
-        with closing(Loader(stream, Causal(65, None, 1024), 64, device=device)) as loader:
-            for _ in range(batches // 10):
-                next(loader)
-            start = time.perf_counter()
-            for _ in range(batches):
-                next(loader)
-            getattr(torch, device.type).synchronize()
-            return batches * 64 * 1024 / (time.perf_counter() - start)
-
-
 def table(only: str = ""):
-    """Print a row of training for each configuration and dtype, rows of decoding, and the loader's speed."""
+    """Print a row of training for each configuration and dtype, and rows of decoding."""
     alone = parallel.environment().size == 1
     require(alone, "WORLD_SIZE is above 1, and tools.bench measures a single process; start it without torchrun")
     names = [name for name in CONFIGS if only in ("", name) and (name != "124M" or torch.cuda.is_available())]
@@ -157,15 +122,11 @@ def table(only: str = ""):
     device = resolve_device(flags(names[0]).device)
     about = f"torch {torch.__version__}; {torch.get_num_threads()} threads; {datetime.now():%Y-%m-%d %H:%M}"
     print(f"{device_name(device)}; {about}")
-    peaks = {}
-    for dtype in dict.fromkeys((parallel.agreed_dtype("auto", device), torch.float32)):
-        peak = peaks[str(dtype)[6:]] = measured_peak(device, dtype)
-        print(f"best product of matrices in {dtype}: {peak / 1e12:.2f} TFLOP/s")
+    dtypes = dict.fromkeys((str(parallel.agreed_dtype("auto", device))[6:], "float32"))
     of_gpu = f"{'MFU':>8}{'GiB':>8}" if device.type == "cuda" else ""
-    print(f"\n{'training':<26}{'dtype':<9}{'tokens/s':>12}{'ms/step':>10}{'share of best':>14}{of_gpu}", flush=True)
-    for name, dtype in itertools.product(names, peaks):
-        print(training_row(name, dtype, peaks[dtype]), flush=True)
+    print(f"\n{'training':<26}{'dtype':<9}{'tokens/s':>12}{'ms/step':>10}{of_gpu}", flush=True)
+    for name, dtype in itertools.product(names, dtypes):
+        print(training_row(name, dtype), flush=True)
     print(f"\n{'decoding':<26}{'dtype':<9}{'tokens/s':>12}{'samples':>10}", flush=True)
     for name, batch in itertools.product(names, (1, 8)):
         print(decoding_row(name, batch), flush=True)
-    print(f"\nloader: {loader_speed() / 1e6:.0f} Mtok/s", flush=True)
