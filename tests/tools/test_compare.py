@@ -235,13 +235,11 @@ def test_a_run_that_fails(fake, capfd):
     assert fake.calls() == ["run2-seed1*", "run2-seed2*"] and rows(fake)[1][5] != "failed (see below)"
 
 
-@pytest.mark.parametrize(
-    "how, said", [("early", "it ended before its last step"), ("infinite", "its validation loss is not finite")]
-)
-def test_a_training_without_a_loss(how, said, fake):
+@pytest.mark.parametrize("how", ["early", "infinite"])
+def test_a_training_without_a_loss(how, fake):
     """The exit code of the training is 0."""
     (fake.folder / how).touch()
-    assert fake() == 1 and (fake.out / "compare.md").read_text().count(f"seed 1 failed: {said}") == 2
+    assert fake() == 1 and (fake.out / "compare.md").read_text().count("seed 1 failed: it has no finite") == 2
 
 
 @pytest.mark.parametrize("jobs", [1, 3])

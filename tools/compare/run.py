@@ -130,12 +130,10 @@ class Run:
         """Read the figures of a training from its metrics.jsonl; returns why it has none, "" if it is finished."""
         file = self.folder(seed) / "metrics.jsonl"
         rows = list(read_metrics(file)) if file.is_file() else []
-        last = [row for row in rows if "val_loss" in row and row["step"] == self.cfg.max_iters]
+        last = [row for row in rows if row.get("val_loss") is not None and row["step"] == self.cfg.max_iters]
         times = [row["ms_per_step"] for row in rows if row.get("ms_per_step")]
         if not last or not times:
-            return "it ended before its last step"
-        if last[-1]["val_loss"] is None:
-            return "its validation loss is not finite"
+            return "it has no finite validation loss of its last step"
         ms = median(times[int(WARMUP * len(times)) :])
         self.results[seed] = {
             "loss": last[-1]["val_loss"], "bits_per_byte": last[-1].get("val_bpb"),
