@@ -5,9 +5,10 @@
     python -m tools.bench --against=../nanoGPT config/train_shakespeare_char.py --device=cpu ...
     python -m tools.bench --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
 
-`python train.py` gets the arguments of each --run, followed by all that are no flags of tools.bench. With --against,
-another checkout runs too, which must know these flags. Start-up and the first steps do not count. Runs alternate (A B
-C, then C B A), because the speed of a shared machine drifts. Quote the ratios, which compare runs of the same round.
+`python train.py` gets the arguments of each --run, then all that are no flags of tools.bench, then an --out_dir and a
+--log_interval of tools.bench. With --against, another checkout runs too, which must know these flags. Start-up and the
+first steps do not count. Runs alternate (A B C, then C B A), because the speed of a shared machine drifts. Quote the
+ratios, which compare runs of the same round.
 """
 
 import signal
@@ -21,8 +22,6 @@ from data.errors import command, require, user_errors
 from flags import Flags
 from tools import speed
 from tools.child import ROOT, measure, words_of
-
-RESERVED = ("--out_dir=", "--log_interval=")  # arguments of train.py that bench.py sets
 
 
 @dataclass
@@ -57,8 +56,6 @@ def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
     for text in texts or [""]:
         run = words_of("run", text) + shared
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
-        for arg in run:
-            require(not arg.startswith(RESERVED), f"{arg} is an argument that tools.bench sets; leave it out")
         runs.append((text, run))
     return cfg, runs
 
