@@ -38,8 +38,6 @@ class BenchConfig(Flags):
         super().__post_init__()
         known = self.config in ("", *speed.CONFIGS)
         require(known, f"config={self.config} must be one of: {', '.join(speed.CONFIGS)}")
-        there = not self.against or (Path(self.against) / "train.py").is_file()
-        require(there, f"against={self.against} holds no train.py; give the folder of a checkout")
 
 
 def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:

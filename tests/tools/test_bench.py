@@ -44,7 +44,6 @@ def test_wrong_options(monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for argv, fragments in (
         (["--against=."], ["nothing to train", "--max_iters"]),
-        (["--against=bench.py", "x"], ["against=bench.py", "train.py"]),
         (["--rounds=0", "x"], ["rounds=0", "must be >0"]),
         (["--config=4L"], ["config=4L", "4L/128/T64/B12", "4L/192/T256/B8"]),
         (["--config=4L/192/T256/B8", "--max_iters=9"], ["config=4L/192/T256/B8", "leave one out"]),
