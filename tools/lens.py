@@ -9,7 +9,6 @@ probability the unit raises most. docs/lens.md defines all columns. --out draws 
 """
 
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -194,9 +193,7 @@ def main(argv: list[str] | None = None):
     print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
     print_units(units, n)
     if cfg.out:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # characters that the font lacks
-            save(picture(units, title), Path(cfg.out).expanduser())
+        save(picture(units, title), Path(cfg.out).expanduser())
 
 
 if __name__ == "__main__":
