@@ -186,10 +186,8 @@ def main(argv: list[str] | None = None):
         of_reader = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
         units, n, together = read_units(model, tokenizer, idx, *of_reader)
     sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
-    reader = " of ".join(filter(None, (f"head {cfg.head}", cfg.reader)))
-    if isinstance(reader_of(model, cfg.layer, cfg.reader), M.MLP):
-        reader = cfg.reader  # hidden units belong to no head
-    title = f"layer {cfg.layer}, {reader}, query {position} {spelled(tokenizer, int(idx[position]))}"
+    query = spelled(tokenizer, int(idx[position]))
+    title = f"layer {cfg.layer}, {cfg.reader or 'context'}, head {cfg.head}, query {position} {query}"
     print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
     print_units(units, n)
     if cfg.out:

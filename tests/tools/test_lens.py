@@ -89,11 +89,11 @@ def test_units_have_the_names_of_what_is_read(run, capsys):
     slots = ["slot 0", "slot 1", "slot 2"]
     capsys.readouterr()
     for name, more, title, units in (
-        ("slots", ["--head=1", "--position=4"], "head 1, query 4 'c'", slots + tokens[1:5]),
-        ("encoder", ["--position=4", "--source=on a mat."], "head 0, query 4 'c'", tokens[:5]),
-        ("readers", ["--reader=attn2"], "head 0 of attn2, query 10 't'", tokens),
-        ("readers", ["--reader=slots"], "head 0 of slots, query 10 't'", slots),
-        ("readers", ["--reader=mlp", "--units=99"], "mlp, query 10 't'", [f"unit {i}" for i in range(64)]),
+        ("slots", ["--head=1", "--position=4"], "context, head 1, query 4 'c'", slots + tokens[1:5]),
+        ("encoder", ["--position=4", "--source=on a mat."], "context, head 0, query 4 'c'", tokens[:5]),
+        ("readers", ["--reader=attn2"], "attn2, head 0, query 10 't'", tokens),
+        ("readers", ["--reader=slots"], "slots, head 0, query 10 't'", slots),
+        ("readers", ["--reader=mlp", "--units=99"], "mlp, head 0, query 10 't'", [f"unit {i}" for i in range(64)]),
     ):
         lines = output(capsys, f"--out_dir={runs[name]}", *READ, *more)
         assert f"layer 1, {title}: {len(units)} units, which together promote " in lines[0]
