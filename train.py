@@ -206,7 +206,7 @@ class Run:
                 return None
             of_train, of_val = losses
             figures = (self.step, of_train.nats, of_val.nats, of_val.bits)
-            is_best = self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
+            is_best = self.checkpoints.is_best(of_train.nats, of_val.nats)
             if self.cfg.eval_only and self.ranks.first:
                 print(evaluation_text(*figures))
             with user_errors():
@@ -246,7 +246,10 @@ class Run:
         bad = self.watch.first_bad_step()
         if bad is not None:
             first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
-            self.checkpoints.end_nonfinite(bad, first, first + self.cfg.samples(bad) - 1)
+            last = first + self.cfg.samples(bad) - 1
+            fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
+            remedy = f"go back to a checkpoint before step {bad} with finite losses and lower --learning_rate"
+            self.checkpoints.fail(f"{fact}; {remedy}, or leave such steps out with --skip_nonfinite=True")
 
     def save(self, is_best: bool):
         """Save a checkpoint; see `Checkpoints.save`."""

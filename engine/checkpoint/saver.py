@@ -22,12 +22,10 @@ class Checkpoints:
         self.metrics = metrics
         self.last_step = step  # of the last checkpoint
         self.best_loss = best_loss  # the lowest validation loss so far
-        self.diverged_step: int | None = None  # the last one whose evaluation was not finite
 
-    def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
-        """Whether these losses of a step are finite, and the validation loss is now the lowest."""
+    def is_best(self, train_loss: float, val_loss: float) -> bool:
+        """Whether these losses are finite, and the validation loss is now the lowest."""
         if not math.isfinite(train_loss) or not math.isfinite(val_loss):
-            self.diverged_step = step
             return False
         if self.best_loss is not None and val_loss >= self.best_loss:
             return False
@@ -43,21 +41,6 @@ class Checkpoints:
             return "done; no evaluation was finite"
         name = checkpoint.named_by(Path(self.cfg.out_dir, "best"))
         return f"done; the best val loss is {self.best_loss:.4f}, of {name or 'step 0'}"
-
-    def end_nonfinite(self, bad: int, first: int, last: int) -> NoReturn:
-        """End the run because the loss or its gradient was not finite at step `bad`, which read these samples."""
-        fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
-        saved = self.last_step
-        if saved is None:
-            known = "nothing is saved yet"
-        elif saved == self.diverged_step:
-            known = f"the loss of the checkpoint of step {saved} is not finite either, so go back to one before it"
-        elif saved == bad:
-            known = f"the checkpoint of step {saved} has the weights of this step, so go back to one before it"
-        else:
-            known = f"the checkpoint of step {saved} is good"
-        remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
-        self.fail(f"{fact}; {known}; {remedy}")
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
         """Save a checkpoint; `is_best`: its loss is the lowest so far. If that fails, on all ranks, the run ends."""

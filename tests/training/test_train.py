@@ -308,13 +308,9 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
         assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bad, saved, known", [
-    (5, 4, "of step 4 is good"),
-    (5, 5, "of step 5 has the weights of this step"),
-    (4, 4, "go back to one before it"),
-])  # fmt: skip
-def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, saved, known):
-    """The last checkpoint is neither called good nor the best if its own evaluation is not finite."""
+@pytest.mark.parametrize("bad, saved", [(5, 4), (5, 5), (4, 4)])
+def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, saved):
+    """The last checkpoint is not the best if its own evaluation is not finite."""
     plain, calls = model.Model.loss, []
 
     def loss(self, x, targets):
@@ -331,7 +327,7 @@ def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad
     assert (tmp_path / "bad" / "best").exists() == (bad > 4)
     message = capsys.readouterr().err
     assert f"step {bad} (samples {8 * bad} to {8 * bad + 7})" in message and "--skip_nonfinite=True" in message
-    assert known in message and ("is good" in message) == (saved < bad)
+    assert f"go back to a checkpoint before step {bad}" in message
     assert "Traceback" not in message and len(message.strip().splitlines()) == 1
 
 
