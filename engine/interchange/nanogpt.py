@@ -15,7 +15,6 @@ from model import ModelConfig, try_flags
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
 FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 GPT2 = FAMILIES["gpt2"].rows.items()  # nanoGPT has GPT-2's names of layers, but stores matrices as we do
 NANOGPT = replace(FAMILIES["gpt2"], rows={ours: tuple(x for x in row if x is not TRANSPOSE) for ours, row in GPT2})
 
@@ -46,15 +45,9 @@ def from_nanogpt(model_args: dict, state: dict[str, Tensor]) -> Pretrained:
         flags = {name: convert(ModelConfig, name, model_args.get(name), "model_args") for name in FLAGS}
         require("lm_head.weight" in state, "lm_head.weight is absent")
         for name, x in state.items():
-            require(dense(x), f"{name} is no dense tensor of floating-point numbers that the file holds")
+            dense = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
+            require(dense, f"{name} is no dense tensor whose numbers the file holds")
         try_flags(ModelConfig(**flags))
     except ValueError as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from None
     return Pretrained(place, NANOGPT, {}, flags, state, REMEDY)
-
-
-def dense(x: object) -> bool:
-    """Whether a value of the checkpoint can be weights, whose numbers the file holds."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested or x.is_meta:
-        return False
-    return x.layout == torch.strided and x.dtype in FLOATS and x.untyped_storage().nbytes() >= x.nbytes
