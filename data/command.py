@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +59,6 @@ def next_command(folder: Path) -> str:
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Runs the main function of a command of data/. What it raises is an error of its user; it answers Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # not as during the imports
 
     def answering() -> int | None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid UTF-8

@@ -12,9 +12,6 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-import data  # first, because it lets Ctrl-C end the imports without a traceback  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from data.command import Parser, out_folder, run

@@ -4,8 +4,7 @@
     python data/pycode/prepare.py --tokenizer=gpt2 --out=data/pycode_gpt2
 
 Each file is one document, followed by end-of-text, in the order of the paths. Tests are left out. The split is by
-document: files are tried in the order of a hash of their paths, and validate if they fit into `val_fraction` of all
-bytes.
+document: files are tried in the order of a hash of their paths, and validate if they fit into 5 % of all bytes.
 """
 
 import hashlib
@@ -23,6 +22,7 @@ from data.errors import require
 from data.tokenizer import build
 from data.writer import ShardWriter
 
+VALIDATES = 0.05  # fraction of the bytes
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -35,10 +35,10 @@ def find_sources(folder: Path) -> list[Path]:
     return sorted((p for p in found if p.stat().st_size), key=lambda p: p.relative_to(folder).as_posix())
 
 
-def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path]:
-    """Chooses files that fit into `fraction` of all bytes together, in the order of a hash of their relative paths."""
+def validation_set(paths: list[Path], folder: Path) -> set[Path]:
+    """Chooses files that fit into VALIDATES of all bytes together, in the order of a hash of their relative paths."""
     sizes = {p: p.stat().st_size for p in paths}
-    room = fraction * sum(sizes.values())
+    room = VALIDATES * sum(sizes.values())
     chosen = set()
     for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(folder).as_posix().encode()).digest()):
         if sizes[path] <= room:
@@ -49,19 +49,13 @@ def validation_set(paths: list[Path], folder: Path, fraction: float) -> set[Path
 
 def main() -> None:
     parser = Parser(__doc__, HERE)
-    fraction = "fraction of the bytes for validation (default 0.05)"
-    parser.add_argument("--val_fraction", type=float, default=0.05, help=fraction)
     parser.add_argument("--tokenizer", default="byte", help="byte, gpt2, bpe:N or hf:DIR (default byte)")
     args = parser.parse_args()
-    given = f"val_fraction={args.val_fraction}"
-    require(0 < args.val_fraction < 1, f"{given} is not possible; pass a number between 0 and 1")
-
     folder = out_folder(args.out)
     library = Path(sysconfig.get_path("stdlib"))
     paths = find_sources(library)
     require(paths, f"{library} has no .py files (a Python without sources?); use another Python")
-    validation = validation_set(paths, library, args.val_fraction)
-    require(validation, f"{given} is less than the smallest file; pass a larger number")
+    validation = validation_set(paths, library)
     texts = {path: path.read_bytes().decode("utf-8", "surrogateescape") for path in paths}  # keeps all bytes
     tokenizer = build(args.tokenizer, texts.values)
     with ShardWriter(folder, tokenizer) as out:
