@@ -56,7 +56,7 @@ class Line(NamedTuple):
     label: str
     x: np.ndarray  # (n,)
     ys: np.ndarray  # (runs, n)
-    style: str  # as matplotlib writes it: -, -o, o
+    style: str  # as matplotlib writes it: - or -o
 
 
 def read_run(folder: str) -> Run:
@@ -116,19 +116,16 @@ def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
 
 def curves(cfg: PlotConfig, runs: list[Run]) -> list[Line]:
     """A line for each figure of cfg.y of each group of runs."""
-    figures = cfg.y.split(",")
     lines = []
     for name, group in groups_of(runs).items():
-        for y in figures:
+        for y in cfg.y.split(","):
             found = [points(run, cfg, y) for run in group]
             steps = sorted(set.intersection(*map(set, found)))
             require(steps, f"y={y}: {group[0].folder} and others share no step; draw them one by one")
             xs, ys = np.array([[each[step] for step in steps] for each in found]).transpose(2, 0, 1)  # (runs, steps)
             parts = [name, LOSSES.get(y, y)]
-            style = "-"
-            if y in EVALUATED:
-                style = "o" if "loss" in figures else "-o"  # points beside a line
-            elif cfg.smooth > 1:
+            style = "-o" if y in EVALUATED else "-"
+            if cfg.smooth > 1 and y not in EVALUATED:
                 parts.append(f"mean of {cfg.smooth} logged steps")
             if len(group) > 1:
                 parts.append(f"mean and range of {len(group)} runs")
@@ -151,8 +148,7 @@ def draw(lines: list[Line], cfg: PlotConfig):
     for line, colour in zip(lines, itertools.cycle(COLOURS)):
         axes.plot(line.x, line.ys.mean(0), line.style, color=colour, label=textwrap.fill(line.label, 80), markersize=4)
         if len(line.ys) > 1:
-            fill = axes.vlines if line.style == "o" else axes.fill_between
-            fill(line.x, line.ys.min(0), line.ys.max(0), color=colour, alpha=0.2)
+            axes.fill_between(line.x, line.ys.min(0), line.ys.max(0), color=colour, alpha=0.2)
     axes.set_xlabel(cfg.x)
     if cfg.x in ("tokens", "flops"):
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))

@@ -94,7 +94,7 @@ def test_evaluations_lie_between_logged_steps_and_these_are_smoothed(make, pictu
     assert smooth[0] == pytest.approx([(10 * i + 1) * T for i in (1, 2, 3)])
     assert evaluations == ([0, 15 * T, 30 * T, 45 * T], pytest.approx([3, 2.7, 2.4, 2.1]))
     assert legend(figure) == ["training loss, mean of 3 logged steps", "validation loss"]
-    assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", "None"]
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["None", "o"]
     assert figure.axes[0].get_ylim()[1] == 2.5
 
 
