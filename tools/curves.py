@@ -50,15 +50,6 @@ class Run(NamedTuple):
     rows: list[dict[str, Any]]  # of metrics.jsonl
 
 
-class Line(NamedTuple):
-    """A line of the picture: the mean of some runs, with a band from the lowest to the highest one."""
-
-    label: str
-    x: np.ndarray  # (n,)
-    ys: np.ndarray  # (runs, n)
-    style: str  # as matplotlib writes it: - or -o
-
-
 def read_run(folder: str) -> Run:
     metrics = Path(folder).expanduser() / "metrics.jsonl"
     config = metrics.with_name("config.py")
@@ -114,41 +105,39 @@ def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
     return {row["step"]: (x, y) for row, x, y in zip(rows[n - 1 :], xs, ys, strict=True)}
 
 
-def curves(cfg: PlotConfig, runs: list[Run]) -> list[Line]:
-    """A line for each figure of cfg.y of each group of runs."""
-    lines = []
-    for name, group in groups_of(runs).items():
-        for y in cfg.y.split(","):
-            found = [points(run, cfg, y) for run in group]
-            steps = sorted(set.intersection(*map(set, found)))
-            require(steps, f"y={y}: {group[0].folder} and others share no step; draw them one by one")
-            xs, ys = np.array([[each[step] for step in steps] for each in found]).transpose(2, 0, 1)  # (runs, steps)
-            parts = [name, LOSSES.get(y, y)]
-            style = "-o" if y in EVALUATED else "-"
-            if cfg.smooth > 1 and y not in EVALUATED:
-                parts.append(f"mean of {cfg.smooth} logged steps")
-            if len(group) > 1:
-                parts.append(f"mean and range of {len(group)} runs")
-            lines.append(Line(", ".join(filter(None, parts)), xs.mean(0), ys, style))
-    return lines
+def draw_line(axes, cfg: PlotConfig, y: str, name: str, runs: list[Run], colour: str):
+    """Draw a figure of runs that differ only in the seed: its mean, and a band from the lowest to the highest one."""
+    found = [points(run, cfg, y) for run in runs]
+    steps = sorted(set.intersection(*map(set, found)))
+    require(steps, f"y={y}: {runs[0].folder} and others share no step; draw them one by one")
+    xs, ys = np.array([[each[step] for step in steps] for each in found]).transpose(2, 0, 1)  # (runs, steps)
+    x = xs.mean(0)
+    parts = [name, LOSSES.get(y, y)]
+    if cfg.smooth > 1 and y not in EVALUATED:
+        parts.append(f"mean of {cfg.smooth} logged steps")
+    if len(runs) > 1:
+        parts.append(f"mean and range of {len(runs)} runs")
+        axes.fill_between(x, ys.min(0), ys.max(0), color=colour, alpha=0.2)
+    label = textwrap.fill(", ".join(filter(None, parts)), 80)
+    style = "-o" if y in EVALUATED else "-"
+    axes.plot(x, ys.mean(0), style, color=colour, label=label, markersize=4)
 
 
 def require_matplotlib():
     require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
 
 
-def draw(lines: list[Line], cfg: PlotConfig):
-    """A matplotlib Figure of these lines, with the axes of cfg."""
+def draw(cfg: PlotConfig, runs: list[Run]):
+    """A matplotlib Figure with a line for each figure of cfg.y of each group of runs."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     with rc_context(MATPLOTLIB):
         axes = Figure(figsize=(7.2, 4)).subplots()
-    for line, colour in zip(lines, itertools.cycle(COLOURS)):
-        axes.plot(line.x, line.ys.mean(0), line.style, color=colour, label=textwrap.fill(line.label, 80), markersize=4)
-        if len(line.ys) > 1:
-            axes.fill_between(line.x, line.ys.min(0), line.ys.max(0), color=colour, alpha=0.2)
+    lines = itertools.product(groups_of(runs).items(), cfg.y.split(","))
+    for ((name, group), y), colour in zip(lines, itertools.cycle(COLOURS)):
+        draw_line(axes, cfg, y, name, group, colour)
     axes.set_xlabel(cfg.x)
     if cfg.x in ("tokens", "flops"):
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))

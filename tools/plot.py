@@ -13,7 +13,7 @@ from pathlib import Path
 
 from configurator import parse_positional
 from data.errors import command, require, user_errors
-from tools.curves import PlotConfig, curves, draw, read_run, require_matplotlib, save
+from tools.curves import PlotConfig, draw, read_run, require_matplotlib, save
 from tools.intervals import draw_intervals, rows_of
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None):
             figure = draw_intervals(rows_of(folders[0]))
         else:
             runs = [read_run(folder) for folder in dict.fromkeys(folders)]
-            figure = draw(curves(cfg, runs), cfg)
+            figure = draw(cfg, runs)
         save(figure, out)
     print(f"wrote {out}")
 
