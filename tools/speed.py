@@ -8,10 +8,10 @@ import time
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
 from configurator import parse
 from data.errors import require
@@ -33,9 +33,7 @@ CONFIGS = {  # name -> arguments of train.py, with the size of the vocabulary of
     "4L/192/T256/B8": "config/pycode_standard.py --compile=auto --vocab_size=257",
     "124M": "config/train_gpt2.py --vocab_size=50304 --device=cuda",
 }
-WARM = 3  # steps before the timing
 ROUND = 3  # steps of a round
-LEAST = 2  # rounds
 SECONDS = 5.0  # of all rounds
 
 
@@ -66,19 +64,15 @@ def ms_per_step(cfg: Config) -> float:
         step = Step(cfg, sharded)
         loader = Loader(data.split("train"), objective, cfg.batch_size, seed=cfg.seed, device=ranks.device)
 
-        def seconds_of(steps: int) -> float:
-            start = time.perf_counter()
-            for _ in range(steps):
-                step(loader, WARM)  # the number gives the learning rate
+        def train():
+            for _ in range(ROUND):
+                step(loader, ROUND)  # the number gives the learning rate
             getattr(torch, ranks.device.type).synchronize()
-            return time.perf_counter() - start
 
+        timer = Timer("train()", globals={"train": train}, num_threads=torch.get_num_threads())
         with closing(loader):
-            seconds_of(WARM)
-            times = []
-            while len(times) < LEAST or sum(times) < SECONDS:
-                times.append(seconds_of(ROUND))
-    return 1000 * median(times) / ROUND
+            train()
+            return 1000 * timer.blocked_autorange(min_run_time=SECONDS).median / ROUND
 
 
 def training_row(name: str, dtype: str) -> str:

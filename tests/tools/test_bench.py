@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import timeit
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,9 +158,10 @@ def test_a_gpu_has_two_more_columns(monkeypatch):
 
 
 def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):
-    """Three steps to warm up, then rounds of three. A step waits for its batch, and the rounds take 10 s at least."""
-    seconds = [100, 100, 100, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    """Two rounds to warm up, then rounds of three steps, which take 10 s at least."""
+    seconds = [*[100] * 6, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     monkeypatch.setattr(speed, "SECONDS", 10.0)
+    monkeypatch.setattr(timeit, "default_timer", lambda: clock.now)
     calls = iter(seconds)
 
     def step(loader, number):
