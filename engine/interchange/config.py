@@ -165,9 +165,6 @@ class Family:
             "rope_theta": cfg.rope_theta, "rope_local_base_freq": cfg.rope_theta_local,
             "rope_scaling": write_scaling(cfg), "layer_types": types,
             "sliding_window": cfg.window or None, "use_sliding_window": cfg.window > 0,
-            # These two, for releases before layer_types
-            "max_window_layers": [*types, SLIDING].index(SLIDING),
-            "sliding_window_pattern": [*types, FULL].index(FULL) + 1,
         }  # fmt: skip
         if "layer_types" in self.keys and not cfg.window:
             written["sliding_window"] = cfg.block_size  # Gemma needs a number even where no layer has a window
