@@ -36,12 +36,7 @@ class PlotConfig(Flags):
     x: Literal["tokens", "steps", "seconds", "flops"] = "tokens"  # what the figures are drawn against
     smooth: int = 1  # [>0] number of consecutive logged steps whose mean is a point; evaluations are not smoothed
     ymax: float = 0.0  # highest y of the picture, 0 = that of the figures
-    out: str = ""  # file to write, .png, .svg or .pdf; empty = plot.png in the first run's folder
-
-    def __post_init__(self):
-        super().__post_init__()
-        known = Path(self.out).suffix in (".png", ".svg", ".pdf") or not self.out
-        require(known, f"out={self.out} must end in .png, .svg or .pdf")
+    out: str = ""  # file to write, such as a.png, a.svg or a.pdf; empty = plot.png in the first run's folder
 
 
 class Run(NamedTuple):
