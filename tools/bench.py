@@ -11,6 +11,7 @@ first steps do not count. Runs alternate (A B C, then C B A), because the speed 
 ratios, which compare runs of the same round.
 """
 
+import shlex
 import signal
 import sys
 from dataclasses import dataclass, fields
@@ -21,7 +22,7 @@ from configurator import parse
 from data.errors import command, require, user_errors
 from flags import Flags
 from tools import speed
-from tools.child import ROOT, measure, words_of
+from tools.child import ROOT, measure
 
 
 @dataclass
@@ -52,7 +53,7 @@ def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
     texts = [arg.removeprefix("--run=") for arg in own if arg.startswith("--run=")]
     runs = []
     for text in texts or [""]:
-        run = words_of("run", text) + shared
+        run = shlex.split(text) + shared
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
         runs.append((text, run))
     return cfg, runs
