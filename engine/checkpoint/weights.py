@@ -62,17 +62,13 @@ class Weights:
         sharded.model.eval()
         return sharded
 
-    def known_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if there is none, or if it cannot be opened."""
-        try:
-            return self.tokenizer()
-        except ValueError:
-            return None
-
     def check_tokenizer(self, tokenizer: Tokenizer | None, dataset: str):
         """ValueError if these weights are known to have other tokens than the data."""
-        own = self.known_tokenizer()
-        same = own is None or tokenizer is None or own.same_tokens(tokenizer)
+        try:
+            own = self.tokenizer()
+        except ValueError:  # there is none, or it cannot be opened
+            return
+        same = tokenizer is None or own.same_tokens(tokenizer)
         remedy = "prepare the data with the tokenizer of the model"
         require(same, f"dataset={dataset} has another tokenizer than the model in {self.path}; {remedy}")
 
