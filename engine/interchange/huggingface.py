@@ -151,7 +151,10 @@ def read_hf(where: str | Path) -> Pretrained:
     folder = locate(str(where))
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
-    config = read_json(file)
+    try:
+        config = dict(files.read_json(file))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} holds no JSON object ({error}); {AGAIN}") from None
     kind = str(config.get("model_type"))
     family = OWN if kind == "superblock" else FAMILIES.get(kind)
     fact = f"{file}: model_type={kind!r:.80} is not known"
@@ -180,13 +183,6 @@ def locate(where: str) -> Path:
         fact = f"there is no folder {folder}, and no such model can be had from the hub ({type(error).__name__})"
         remedy = f"download it where there is a network, with hf download {where} --local-dir=DIR, and give hf:DIR"
         raise ValueError(f"{fact}; {remedy}") from None
-
-
-def read_json(file: Path) -> dict:
-    try:
-        return dict(files.read_json(file))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} holds no JSON object ({error}); {AGAIN}") from None
 
 
 def open_files(folder: Path) -> dict[str, Tensor]:
