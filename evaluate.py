@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None):
             answers = new_file(Path(cfg.answers).expanduser())  # a place that cannot be written is refused now
         with answers as file:
             figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found, file))
-    if ranks.first:
+    if ranks.rank == 0:
         show(cfg, figures)
     leave()
 

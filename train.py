@@ -150,7 +150,7 @@ class Run:
         with writing(cfg.out_dir):
             self.metrics = self.open_metrics(cleanup)
         self.profiler = None
-        if cfg.profile_steps and ranks.first:
+        if cfg.profile_steps and ranks.rank == 0:
             self.profiler = cleanup.enter_context(tracing(cfg, self.metrics.say))
         self.stop = StopSignal(ranks)
         self.evaluation = Evaluation(cfg, data, streams, objective, self.sharded)
@@ -160,7 +160,7 @@ class Run:
     def open_metrics(self, cleanup: ExitStack) -> Silent:
         """The metrics of the first rank, which also writes the flags and the tokenizer; nothing on other ranks."""
         cfg = self.cfg
-        if cfg.eval_only or not self.ranks.first:
+        if cfg.eval_only or self.ranks.rank > 0:
             return Silent()
         metrics = Metrics(cfg, self.work, self.ranks.device, self.step, self.samples * cfg.block_size)
         cleanup.callback(metrics.close)
@@ -207,7 +207,7 @@ class Run:
             of_train, of_val = losses
             figures = (self.step, of_train.nats, of_val.nats, of_val.bits)
             is_best = self.checkpoints.is_best(of_train.nats, of_val.nats)
-            if self.cfg.eval_only and self.ranks.first:
+            if self.cfg.eval_only and self.ranks.rank == 0:
                 print(evaluation_text(*figures))
             with user_errors():
                 self.metrics.evaluation(*figures, is_best)

@@ -43,13 +43,13 @@ def settle(cfg, ranks: Ranks) -> Ranks:
 
 def works(ranks: Ranks) -> bool:
     """Whether torch.compile works on every rank's device. Prints what is done, and the cause if it does not work."""
-    if ranks.first and ranks.device.type == "cpu":
+    if ranks.rank == 0 and ranks.device.type == "cpu":
         time = "15 to 60 seconds, or about 5 with the kernels of an earlier run"
         print(f"compiling for this CPU before the first step: {time}; --compile=False leaves it out", flush=True)
     try:
         together(partial(try_compiler, ranks.device))
     except ValueError as error:
-        if ranks.first:
+        if ranks.rank == 0:
             fact = "torch.compile does not work here, so this run is not compiled and takes longer"
             print(f"warning: {fact}: {error}, or leave it out with --compile=False", flush=True)
         return False

@@ -1,6 +1,6 @@
 """A run's figures: metrics.jsonl, TensorBoard events, wandb, lines on the console and a progress bar.
 
-    metrics = Metrics(...) if ranks.first else Silent()
+    metrics = Metrics(...) if ranks.rank == 0 else Silent()
     with metrics.paused():
         metrics.evaluation(step, train_loss, val_loss, val_bpb)
     metrics.log(step, loss, lr, grad_norm, tokens, {"epoch": 0.5})

@@ -28,7 +28,7 @@ class StopSignal:
         self.name = ""  # of the first signal that this process has caught
         self.listens = False
         self.size = ranks.size
-        self.speaks = ranks.first
+        self.speaks = ranks.rank == 0
         self.reduction = None
 
     def listen(self):

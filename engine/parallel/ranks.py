@@ -44,10 +44,6 @@ class Ranks:
     stage: ProcessGroup | None = None  # the ranks of this rank's pipeline stage; None if size is 1
     experts: DeviceMesh | None = None  # that of experts' weights: pp, tp, ep, replicate, shard / ep; None if ep is 1
 
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
     def autocast(self):
         """A context in which matrix multiplications run in `dtype`."""
         if self.dtype == torch.float32:
