@@ -254,8 +254,7 @@ class ShardedModel:
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The mean loss over the targets of a batch from `self.batch`; 0 if has_loss is False."""
         with self.ranks.autocast():
-            loss = self.pipeline.loss(batch) if self.cfg.pp > 1 else self.model(**batch)
-        return loss
+            return self.pipeline.loss(batch) if self.cfg.pp > 1 else self.model(**batch)
 
     def reshard_after_eval(self):
         """Free the gathered parameters after forwards without a backward: the optimizer updates only the shards."""
