@@ -35,11 +35,6 @@ class BenchConfig(Flags):
     against: str = ""  # folder of another checkout with a train.py, such as ../nanoGPT
     rounds: int = 3  # [>0] how often each run is measured
 
-    def __post_init__(self):
-        super().__post_init__()
-        known = self.config in ("", *speed.CONFIGS)
-        require(known, f"config={self.config} must be one of: {', '.join(speed.CONFIGS)}")
-
 
 def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
     """The flags; and the text of each --run with all arguments of its train.py, if runs are to be compared."""

@@ -112,7 +112,7 @@ def table(only: str = ""):
     alone = parallel.environment().size == 1
     require(alone, "WORLD_SIZE is above 1, and tools.bench measures a single process; start it without torchrun")
     names = [name for name in CONFIGS if only in ("", name) and (name != "124M" or torch.cuda.is_available())]
-    require(names, f"config={only} needs a GPU with CUDA; choose another one, or leave it out for the others")
+    require(names, f"config={only} must be one of: {', '.join(CONFIGS)}; the last one needs a GPU with CUDA")
     device = resolve_device(flags(names[0]).device)
     about = f"torch {torch.__version__}; {torch.get_num_threads()} threads; {datetime.now():%Y-%m-%d %H:%M}"
     print(f"{device_name(device)}; {about}")

@@ -113,7 +113,8 @@ def check_compare(words: list[str]):
 
 
 def check_bench(words: list[str]):
-    _, runs = bench.read([word for word in known(bench.BenchConfig, words) if not word.startswith("--against=")])
+    cfg, runs = bench.read(known(bench.BenchConfig, words))
+    assert cfg.config in ("", *bench.speed.CONFIGS)
     for _, run in runs:
         check_train(run)
 

@@ -48,7 +48,7 @@ def test_wrong_options(monkeypatch, capfd):
         (["--rounds=0", "x"], ["rounds=0", "must be >0"]),
         (["--config=4L"], ["config=4L", "4L/128/T64/B12", "4L/192/T256/B8"]),
         (["--config=4L/192/T256/B8", "--max_iters=9"], ["config=4L/192/T256/B8", "leave one out"]),
-        (["--config=124M"], ["config=124M needs a GPU with CUDA"]),
+        (["--config=124M"], ["config=124M", "needs a GPU with CUDA"]),
     ):
         refused(bench.main, argv, capfd, fragments)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
