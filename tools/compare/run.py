@@ -42,9 +42,7 @@ class Run:
         self.args = shlex.split(options.common) + self.own
         if setting:
             self.args.append(f"--{setting}")
-        self.name = f"--run={text}"
-        if options.common:
-            self.name += f" --common={options.common}"
+        self.name = f"--run={text} --common={options.common}"
         names = [arg.lstrip("-").partition("=")[0] for arg in self.args]
         for name in (*RESERVED, options.swept):
             most = 0 if name in RESERVED else 1
