@@ -14,7 +14,7 @@ from pathlib import Path
 from configurator import parse_positional
 from data.errors import command, require, user_errors
 from tools.curves import PlotConfig, draw, read_run, require_matplotlib, save
-from tools.intervals import draw_intervals, rows_of
+from tools.intervals import draw_intervals
 
 
 def main(argv: list[str] | None = None):
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None):
         out = Path(cfg.out or f"{folders[0]}/plot.png").expanduser()
         if (Path(folders[0]).expanduser() / "compare.json").is_file():
             require(len(folders) == 1, f"{folders[0]} is a comparison of tools.compare; draw it alone")
-            figure = draw_intervals(rows_of(folders[0]))
+            figure = draw_intervals(folders[0])
         else:
             runs = [read_run(folder) for folder in dict.fromkeys(folders)]
             figure = draw(cfg, runs)
