@@ -76,7 +76,7 @@ class Config(ModelConfig):
     cp: int = 1  # [>0] context parallel degree: each rank has two of 2 * cp pieces of every sequence
     ep: int = 1  # [>0] [n_expert>0] expert parallel degree: so many data-parallel ranks divide the experts
     pp: int = 1  # [>0] pipeline parallel degree: number of stages that the blocks are cut into (1F1B schedule)
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed between GPUs; auto = nccl
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on GPUs
     collective_timeout: int = 600  # [>0] seconds after which a rank gives up waiting for another, also for a save
     # --- plan
     plan: bool = False  # print memory, communication and duration of this run for world_size GPUs, and stop

@@ -62,6 +62,8 @@ def check_flags(cfg):
     place = environment()
     device = resolve_device(cfg.device, place.local_rank)
     check_layout(cfg, place.size)
+    if cfg.backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo")
     check_scaler(cfg, place.size, resolve_dtype(cfg.dtype, device))
 
 

@@ -34,6 +34,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--block=superblock --layer=c.own_slots --n_slot=3 --mlp_ratio=2", ["mlp_ratio=2.0 (", "n_slot=3", "leave it"]),
     ("--block=superblock --layer=c,m,p", ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
     ("--dtype=float16", ["dtype=float16", "float32"]),
+    ("--backend=nccl", ["backend=nccl", "gloo"]),
     ("--block_size=100000", ["block_size=100000"]),
     ("--vocab_size=100", ["vocab_size=100", "257"]),
     ("--objective=seq2seq --block_size=1", ["block_size=1 ", "needs 2"]),
