@@ -11,7 +11,6 @@ first steps do not count. Runs alternate (A B C, then C B A), because the speed 
 ratios, which compare runs of the same round.
 """
 
-import shlex
 import signal
 import sys
 from dataclasses import dataclass, fields
@@ -22,7 +21,7 @@ from configurator import parse
 from data.errors import command, require, user_errors
 from flags import Flags
 from tools import speed
-from tools.child import ROOT, measure
+from tools.child import ROOT, measure, words_of
 
 
 @dataclass
@@ -48,7 +47,7 @@ def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
     texts = [arg.removeprefix("--run=") for arg in own if arg.startswith("--run=")]
     runs = []
     for text in texts or [""]:
-        run = shlex.split(text) + shared
+        run = words_of("run", text) + shared
         require(run, "there is nothing to train; give train.py's arguments, such as a config file and --max_iters=100")
         runs.append((text, run))
     return cfg, runs

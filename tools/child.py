@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,6 +54,14 @@ class Child:
         errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
         last = (errors or said or [f"exit code {code}"])[-1][:500]  # torchrun says more after an error
         return f"{signal.Signals(-code).name}: {last}" if code < 0 else last
+
+
+def words_of(flag: str, text: str) -> list[str]:
+    """The arguments in the value of a flag, as a shell splits them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"--{flag}={text}: {error}; correct its quotation marks") from None
 
 
 def measure(checkout: Path, args: list[str], lines: int | None = None, cwd: Path | None = None) -> float:

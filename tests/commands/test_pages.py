@@ -31,6 +31,7 @@ from engine.parallel import ranks as parallel
 from evaluate import EvaluateConfig
 from sample import SampleConfig
 from tools import bench
+from tools.child import words_of
 from tools.compare.trainings import CompareConfig
 from tools.curves import PlotConfig
 from tools.lens import LensConfig
@@ -109,7 +110,7 @@ def check_compare(words: list[str]):
     for word in words:
         if word.startswith("--run="):
             settings = [f"--{setting}" for setting in options.settings if setting]
-            check_train(shlex.split(options.common) + shlex.split(word[6:]) + settings[:1])
+            check_train(words_of("common", options.common) + words_of("run", word[6:]) + settings[:1])
 
 
 def check_bench(words: list[str]):

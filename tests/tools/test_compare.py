@@ -100,7 +100,7 @@ def test_wrong_options(fake, monkeypatch, capfd):
         (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),
         (["--run=x.py", "--common=--seed=3"], ["--run=x.py --common=--seed=3: tools.compare sets --seed; "]),
-        (["--run='"], ["No closing quotation"]),
+        (["--run='"], ["--run='", "quotation"]),
         (["--run=--batch_ramp=8:9"], ["batch_ramp=8:9", "leave it out"]),
         (["--run=", "--run=--max_iters=4"], ["--run=--max_iters=4", "tokens are to be equal, which needs max_iters=3"]),
         (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["parameters are", "leave n_embd out"]),

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 from bisect import bisect_left
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,7 @@ from data.objective import open_with_objective
 from engine.config import Config
 from engine.metrics import read_metrics
 from engine.plan import accounting
-from tools.child import WARMUP
+from tools.child import WARMUP, words_of
 
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that tools.compare sets
 SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters
@@ -38,8 +37,8 @@ class Run:
         self.results: dict[int, dict] = {}  # by seed
         self.errors: dict[int, str] = {}  # by seed
         self.first_loss = math.inf  # with seed 1, by which a setting of the sweep is chosen
-        self.own = shlex.split(text)
-        self.args = shlex.split(options.common) + self.own
+        self.own = words_of("run", text)
+        self.args = words_of("common", options.common) + self.own
         if setting:
             self.args.append(f"--{setting}")
         self.name = f"--run={text} --common={options.common}"
