@@ -1196,6 +1196,8 @@ class Model(Stack):
         own = documents(docs, docs, doc_starts, doc_starts)  # each is None if there are no documents
         of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
         memory = self.encode(source, of_source)
+        if memory is not None and (docs is None) != (source_docs is None):
+            raise ValueError("docs and source_docs belong together; pass both or neither")
         of_memory = documents(docs, source_docs, doc_starts, source_doc_starts)
         x = self.hidden(idx, 0, own, memory, of_memory)
         if targets is None:

@@ -118,9 +118,8 @@ def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, To
 def check_flags(cfg: SampleConfig, kind: str, flags: Config):
     """ValueError for a flag that the model does not allow. `kind` is the objective, or target."""
     for name in cfg.sources.keys() & UNUSED[kind]:
-        raise ValueError(
-            f"{name}={getattr(cfg, name)} has no effect on a model of objective={flags.objective}; omit it"
-        )
+        fact = f"{name}={getattr(cfg, name)} has no effect on a model of objective={flags.objective}"
+        raise ValueError(f"{fact}; leave it out")
 
 
 def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:

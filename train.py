@@ -51,7 +51,7 @@ from engine.parallel.connection import environment, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory
-from engine.step import Step, Watch, collect_garbage, tracing
+from engine.step import FIRST, Step, Watch, collect_garbage, tracing
 from engine.stop_signal import StopSignal
 from ops import wide_stream
 
@@ -185,6 +185,8 @@ class Run:
         data = f"{tokens:,} tokens per step from {self.loader.stream.name}, {self.loader.n_windows:,} windows"
         self.metrics.say(f"{parameters}; {data}; {machine}; attention: {work.attention_kernels}")
         notes = [*self.notes, self.evaluation.why_no_bytes]
+        if cfg.profile_steps and cfg.max_iters - self.step <= FIRST:
+            notes.append(f"warning: no trace, as this session has at most {FIRST} steps; raise --max_iters")
         if cfg.warmup_iters >= cfg.max_iters:
             notes.append(f"warning: warmup_iters={cfg.warmup_iters} is not over at max_iters={cfg.max_iters}; lower it")
         if cfg.dtype == "float32" and not cfg.fp32_residual:
@@ -248,7 +250,7 @@ class Run:
             first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
             last = first + self.cfg.samples(bad) - 1
             fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
-            remedy = f"go back to a checkpoint before step {bad} with finite losses and lower --learning_rate"
+            remedy = f"go back to a checkpoint before step {bad}, if there is one, and lower --learning_rate"
             self.checkpoints.fail(f"{fact}; {remedy}, or leave such steps out with --skip_nonfinite=True")
 
     def save(self, is_best: bool):

@@ -40,7 +40,7 @@ class Config(ModelConfig):
     wandb_log: bool = False  # log to Weights & Biases too, which pip install wandb adds
     wandb_project: str = "superblock"  # project at Weights & Biases
     wandb_run_name: str = ""  # name of the run at Weights & Biases; empty = that of out_dir
-    profile_steps: int = 0  # [eval_only=False] trace so many steps after the first five, into out_dir/trace.json
+    profile_steps: int = 0  # [eval_only=False] trace so many steps of a session, after five, in out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
     learning_rate: float = 6e-4  # highest learning rate; of Muon's matrices it is muon_lr

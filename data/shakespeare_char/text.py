@@ -40,6 +40,7 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
     parser.add_argument("--input", help="text file (default: input.txt of shakespeare_char)")
     args = parser.parse_args()
     folder = out_folder(args.out)
+    require("://" not in (args.input or ""), f"input={args.input} is an address; download it, and pass the file")
     if args.input is None:
         content = shakespeare()
     else:

@@ -549,6 +549,8 @@ IDX, LONG = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 14, dtype=torch
     ({"objective": "seq2seq"}, IDX, {"source": LONG}, "14 tokens.*block_size=13"),
     ({}, IDX, {"source": IDX}, "objective=seq2seq needs a source, and other models read none"),
     ({"objective": "seq2seq"}, IDX, {}, "objective=seq2seq needs a source, and other models read none"),
+    ({"objective": "seq2seq"}, IDX, {"source": IDX, "docs": IDX}, "docs and source_docs belong together"),
+    ({"objective": "seq2seq"}, IDX, {"source": IDX, "source_docs": IDX}, "docs and source_docs belong together"),
 ], ids=str)  # fmt: skip
 def test_what_a_model_does_not_take_is_refused(flags, idx, given, said):
     model = build(**flags)
