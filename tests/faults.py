@@ -66,10 +66,6 @@ ops.py: The centring matrix of shaped attention is not masked causally, so the f
   +     lo, hi = mask._replace(causal=False).reach(T, S, v.device)
   +     if False:
   tests/model/test_blocks.py::test_shaped_attention_equals_its_matrices
-model.py: Llama 3's scaling of RoPE scales wavelengths between the two limits all or not at all.
-  - return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
-  + return ((original * f / math.tau - low) / (high - low)).round().clamp(0, 1)
-  tests/interchange/test_families.py::test_in_and_out
 engine/optim.py: Muon's updates are scaled up for wide matrices instead of for tall ones.
   - max(1, rows / columns) ** 0.5
   + max(1, columns / rows) ** 0.5
@@ -134,10 +130,6 @@ data/loader.py: The corruption of training samples does not depend on the seed.
   - corruption_keys(samples, self.seed)
   + corruption_keys(samples, 0)
   tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
-data/loader.py: A source of a mixture of three or more can be a whole sample ahead of its share.
-  - if w * (i + 1) > period * counts[j]]
-  + if w * (i + 1) >= period * counts[j]]
-  tests/data/test_loader.py::test_every_prefix_of_a_mixture_has_its_shares
 data/loader.py: The training loss is evaluated on the very windows that training reads first.
   - windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)
   + windows = order(np.arange(min(n, n_batches * batch_size)), n, seed)
@@ -150,10 +142,6 @@ data/objective.py: Document numbers of causal models are those of targets, so ea
   - self.documents(window.numpy()[:, :-1])
   + self.documents(window.numpy()[:, 1:])
   tests/data/test_objective.py::test_a_batch_is_the_oracles
-data/writer.py: The largest token id on record for a shard is that of its last document.
-  - shard["max_token"] = max(shard["max_token"], int(part.max()))
-  + shard["max_token"] = int(part.max())
-  tests/data/test_shards.py::test_written_bytes_are_the_format
 data/corpus.py: A preparation that goes on numbers its documents from one too low, so others of them validate.
   - self.out.save((document.file, document.row, document.number + 1))
   + self.out.save((document.file, document.row, document.number))
@@ -184,10 +172,6 @@ sample.py: Sampling with top_p drops the token with which the sum first reaches 
   - over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
   + over = (before + ordered >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
   tests/commands/test_sample.py::test_choose
-sample.py: The temperature has no effect while top_k leaves tokens out.
-  - scaled = scaled.masked_fill(logits < least, -torch.inf)
-  + scaled = logits.masked_fill(logits < least, -torch.inf)
-  tests/commands/test_sample.py::test_the_distribution_is_that_of_transformers
 engine/interchange/config.py: Keys of a config.json that nothing reads are ignored, such as is_causal.
   - refuse_rest(keys, NEUTRAL | self.fixed)
   + pass
@@ -245,30 +229,10 @@ data/pairs.py: In a chat, the line of the assistant's role follows the user's me
   - text += f"{content}\n"
   + text += content
   tests/data/test_pairs.py::test_a_chat_has_the_assistants_contents_as_targets
-data/tokenizer.py: A model with several end tokens, such as Llama 3, writes on behind all but the first of them.
-  - return {self.eot, *(i for i in more if type(i) is int)}
-  + return {self.eot}
-  tests/data/test_hf_tokenizer.py::test_where_end_of_text_is_found
 engine/evaluation.py: Rows that fill the last batch count as text, so bits per byte are too small.
   - total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
   + total[2] += token_bytes[targets.clamp(min=0)].sum()
   tests/commands/test_evaluate.py::test_a_text_of_any_length_equals_a_loop_in_float64
-engine/metrics.py: An evaluation makes the steps since the last log take no time, so tokens per second are too high.
-  - self.since += time.perf_counter() - start
-  + self.since = time.perf_counter()
-  tests/training/test_metrics.py::test_rates_are_of_the_interval_and_leave_pauses_out
-engine/plan/accounting.py: MFU and FLOPs of encoders count half of the keys in a window that looks both ways.
-  - keys = min(keys, m.window if m.causal else 2 * m.window - 1)
-  + keys = min(keys, m.window)
-  tests/model/test_model.py::test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand
-engine/interchange/config.py: The first layer that max_window_layers gives a window has full attention in an import.
-  - found = windows(keys, flags, lambda i: i >= first)
-  + found = windows(keys, flags, lambda i: i > first)
-  tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[qwen2]
-tools/lens.py: Shares of slots with a softmax of their own are relative to all units, so no weights.
-  - for part in hidden.tensor_split([apart])])
-  + for part in hidden.tensor_split([0])])
-  tests/tools/test_lens.py::test_shares_are_weights_of_attention
 model.py: The earliest tap of a convolution reaches one token into the document before.
   - row.where(place >= i, 0)
   + row.where(place >= i - 1, 0)
