@@ -28,7 +28,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -44,7 +43,7 @@ from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.plan import memory
 from engine.text import Sample, prompt_ids, read_prompt
-from flags import Flags
+from flags import Flags, refuse
 from model import Model
 
 Chooser = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
@@ -108,18 +107,10 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
     return torch.multinomial(distribution(logits, cfg), 1, generator=generator)[:, 0]
 
 
-def load(cfg: SampleConfig, device: torch.device) -> tuple[str | Path, Model, Tokenizer]:
-    """The path of the model that out_dir names, the model in evaluation mode, and its tokenizer."""
-    path, model, tokenizer = weights.alone(cfg.out_dir, device, resolve_dtype(cfg.dtype, device))
-    memory.check_sampling(cfg, model.cfg, device)
-    return path, model, tokenizer
-
-
 def check_flags(cfg: SampleConfig, kind: str, flags: Config):
     """ValueError for a flag that the model does not allow. `kind` is the objective, or target."""
     for name in cfg.sources.keys() & UNUSED[kind]:
-        fact = f"{name}={getattr(cfg, name)} has no effect on a model of objective={flags.objective}"
-        raise ValueError(f"{fact}; leave it out")
+        refuse(cfg, name, f"has no effect on a model of objective={flags.objective}; leave it out")
 
 
 def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -240,7 +231,8 @@ def main(argv: list[str] | None = None):
         prompt = read_prompt(cfg.start)
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
-        path, model, tokenizer = load(cfg, device)
+        path, model, tokenizer = weights.alone(cfg.out_dir, device, dtype)
+        memory.check_sampling(cfg, model.cfg, device)
         kind = "target" if model.cfg.objective == "seq2seq" and model.cfg.pairs is True else model.cfg.objective
         check_flags(cfg, kind, model.cfg)
         if kind == "target" and "temperature" not in cfg.sources:

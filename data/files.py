@@ -5,8 +5,8 @@ uint16, magic 20240801 and version 7 for uint32; the number of tokens; zeros), t
 
 nanoGPT's train.bin and val.bin are uint16 tokens without a header.
 
-Megatron's data is a .bin file of tokens and an .idx file, which begins with b"MMIDIDX\\0\\0", version 1 (uint64) and a
-code for the type of the tokens (uint8). What follows there, the bounds of sequences and documents, is not read.
+Megatron's data is a .bin file of tokens and an .idx file: b"MMIDIDX\\0\\0", version 1 (uint64), a code for their type
+(uint8), the numbers n and d (uint64 each), n sizes in tokens (int32), n pointers in bytes and d bounds (int64 each).
 """
 
 import errno
@@ -117,17 +117,14 @@ def open_file(path: Path) -> Shard:
     start, size = _read_start(path, 12)
     index = path.with_suffix(".idx")
     if index.exists():
-        dtype = read_index(index)
-        check(size % dtype.itemsize == 0, path, f"has {size} bytes, which is no whole number of tokens")
-        return Shard(path, dtype, 0, size // dtype.itemsize)
+        dtype, count = read_index(index)
+        _check_size(path, size, count * dtype.itemsize)
+        return Shard(path, dtype, 0, count)
     magic, version, count = np.frombuffer(start.ljust(12, b"\0"), dtype="<i4").tolist()
     if magic in FORMATS:
         known, dtype = FORMATS[magic]
         check(version == known, path, f"is a shard of version {version}, not {known}")
-        expected = HEADER_BYTES + count * dtype.itemsize
-        check(
-            size == expected, path, f"has {size} bytes, and its header gives {expected}, so it is truncated or too long"
-        )
+        _check_size(path, size, HEADER_BYTES + count * dtype.itemsize)
         return Shard(path, dtype, HEADER_BYTES, count)
     headerless = path.stem in SPLITS and size % 2 == 0
     known = " or ".join(map(str, FORMATS))
@@ -135,19 +132,27 @@ def open_file(path: Path) -> Shard:
     return Shard(path, np.dtype("<u2"), 0, size // 2)
 
 
-def read_index(path: Path) -> np.dtype:
-    """Reads Megatron's .idx: the tokens' type."""
-    start, _ = _read_start(path, 18)
-    check(start[:17] == MEGATRON + (1).to_bytes(8, "little"), path, "is no index of Megatron of version 1")
-    dtype = MEGATRON_DTYPES.get(start[17]) if len(start) == 18 else None
-    check(dtype, path, f"has no token type of {', '.join(map(str, MEGATRON_DTYPES))}")
-    return np.dtype(dtype)
+def read_index(path: Path) -> tuple[np.dtype, int]:
+    """Reads Megatron's .idx: the tokens' type, and the number of tokens."""
+    start, size = _read_start(path, 34)
+    known = len(start) == 34 and start[:17] == MEGATRON + (1).to_bytes(8, "little")
+    check(known, path, "is no index of Megatron of version 1")
+    dtype = MEGATRON_DTYPES.get(start[17])
+    check(dtype, path, f"has the token type {start[17]}, and known are {', '.join(map(str, MEGATRON_DTYPES))}")
+    n, n_bounds = np.frombuffer(start[18:], "<u8").tolist()
+    _check_size(path, size, 34 + 12 * n + 8 * n_bounds)
+    return np.dtype(dtype), int(np.fromfile(path, "<i4", n, offset=34).sum(dtype=np.int64))
 
 
 def _read_start(path: Path, n: int) -> tuple[bytes, int]:
     """The first `n` bytes of a file, and its size in bytes."""
     with open(path, "rb", opener=open_regular) as f:
         return f.read(n), os.fstat(f.fileno()).st_size
+
+
+def _check_size(path: Path, size: int, expected: int) -> None:
+    fact = f"has {size} bytes, and its header or .idx gives {expected}, so it is truncated or too long"
+    check(size == expected, path, fact)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -57,14 +57,12 @@ def find_files(paths: Iterable[str]) -> list[str]:
         left_out["names that are no files"] += len(files) - len(regular)
         names += map(os.path.normpath, regular)
     names = sorted(set(names))
-    found: dict[str, str] = {}
-    for name in names:
-        found.setdefault(os.path.realpath(name), name)
+    found = {os.path.realpath(name): name for name in reversed(names)}
     left_out["second names of a file"] = len(names) - len(found)
     if len(names) > 1 or left_out.total():
         what = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n)
         say(f"files to read: {len(found)}; left out: {what or 'none'}")
-    return list(found.values())
+    return sorted(found.values())
 
 
 def walk(folder: str, left_out: Counter) -> Iterator[str]:

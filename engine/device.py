@@ -76,8 +76,7 @@ def make_deterministic(on: bool):
 
 @contextmanager
 def torch_errors(smaller: str) -> Iterator[None]:
-    """Turn an error about too little memory into a line with the remedy; `smaller` says what takes less memory. Other
-    errors stay as they are."""
+    """Turn an error about too little memory into a line, whose remedy is `smaller`. Other errors stay as they are."""
     words = r"out of memory|can't allocate memory.+? bytes|Unable to allocate .+?B\b|Storage size .+ overflowed"
     try:
         yield

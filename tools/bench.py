@@ -81,6 +81,5 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # an exception, by which the child and its folder go
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception, by which the child and its folder go
     command(main)

@@ -51,6 +51,14 @@ def flags(name: str, dtype: str = "auto") -> Config:
     return parse(Config, [*args, "--gradient_accumulation_steps=1", f"--dtype={dtype}"])
 
 
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """The rate of a product of square matrices in FLOP/s. That of a CPU is small, as some CPUs emulate bfloat16."""
+    n = 8192 if device.type == "cuda" else 1024
+    x = torch.randn(n, n, device=device).to(dtype)  # a GPU multiplies ones faster
+    timer = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange(min_run_time=1.0).median
+
+
 def ms_per_step(cfg: Config) -> float:
     """Train on random tokens for some seconds after the first steps; the median of the rounds of steps."""
     with tempfile.TemporaryDirectory() as cfg.dataset:
@@ -75,17 +83,17 @@ def ms_per_step(cfg: Config) -> float:
             return 1000 * timer.blocked_autorange(min_run_time=SECONDS).median / ROUND
 
 
-def training_row(name: str, dtype: str) -> str:
-    """The speed of training; of a GPU also its MFU and the peak of its memory in GiB."""
+def training_row(name: str, dtype: str, peak: float) -> str:
+    """The speed of training, and its share of `peak` in FLOP/s; of a GPU also its MFU and the most memory in GiB."""
     cfg = flags(name, dtype)
     device = resolve_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     ms = ms_per_step(cfg)
+    flops = cfg.batch_size * accounting.flops(accounting.skeleton(cfg), cfg.block_size)
     tokens_per_s = 1000 * cfg.batch_size * cfg.block_size / ms
-    row = f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}"
+    row = f"{name:<26}{dtype:<9}{tokens_per_s:>12,.0f}{ms:>10.1f}{1000 * flops / ms / peak:>15.1%}"
     if device.type == "cuda":
-        flops = cfg.batch_size * accounting.flops(accounting.skeleton(cfg), cfg.block_size)
         mfu = 1000 * flops / ms / (peak_flops(device, getattr(torch, dtype)) or math.nan)
         row += f"{mfu:>8.1%}{peak_memory_bytes(device) / 2**30:>8.2f}"
     return row
@@ -116,11 +124,12 @@ def table(only: str = ""):
     device = resolve_device(flags(names[0]).device)
     about = f"torch {torch.__version__}; {torch.get_num_threads()} threads; {datetime.now():%Y-%m-%d %H:%M}"
     print(f"{device_name(device)}; {about}")
-    dtypes = dict.fromkeys((str(parallel.agreed_dtype("auto", device))[6:], "float32"))
+    dtypes = dict.fromkeys((parallel.agreed_dtype("auto", device), torch.float32))
+    peaks = {str(dtype)[6:]: measured_peak(device, dtype) for dtype in dtypes}
     of_gpu = f"{'MFU':>8}{'GiB':>8}" if device.type == "cuda" else ""
-    print(f"\n{'training':<26}{'dtype':<9}{'tokens/s':>12}{'ms/step':>10}{of_gpu}", flush=True)
-    for name, dtype in itertools.product(names, dtypes):
-        print(training_row(name, dtype), flush=True)
+    print(f"\n{'training':<26}{'dtype':<9}{'tokens/s':>12}{'ms/step':>10}{'share of peak':>15}{of_gpu}", flush=True)
+    for name, dtype in itertools.product(names, peaks):
+        print(training_row(name, dtype, peaks[dtype]), flush=True)
     print(f"\n{'decoding':<26}{'dtype':<9}{'tokens/s':>12}{'samples':>10}", flush=True)
     for name, batch in itertools.product(names, (1, 8)):
         print(decoding_row(name, batch), flush=True)

@@ -167,7 +167,7 @@ def raw(x: Tensor) -> np.ndarray:
 
 def read_index(path: Path, state: dict) -> dict[str, Saved]:
     """What the directory of a checkpoint with this state holds, by name. Raises Damaged unless every piece lies inside
-    its file, and the sizes of a tensor's pieces add up to its size."""
+    its tensor and its file, and the sizes of a tensor's pieces add up to its size."""
     with damage_in(path, "index.json"):
         content = read_file(path / "index.json", LARGEST_INDEX)
         digest = hashlib.sha256(content).hexdigest()
@@ -180,9 +180,13 @@ def _saved(name: str, entry: dict, sizes: dict[str, int]) -> Saved:
     """An entry of index.json; `sizes` are those of the files beside it, by name."""
     saved = Saved(tuple(entry["shape"]), DTYPES[entry["dtype"]], [Piece(**piece) for piece in entry["pieces"]])
     for piece in saved.pieces:
+        numbers = [piece.start, *piece.offsets, *piece.sizes]
+        require(all(type(n) is int and n >= 0 for n in numbers), f"a piece of {name} has no whole numbers")
         require(piece.file in sizes, f"there is no file {piece.file!r:.60} of ranks")
         end = piece.start + math.prod(piece.sizes) * saved.dtype.itemsize
         require(end <= sizes[piece.file], f"{piece.file} is cut off after {sizes[piece.file]} bytes")
+        for offset, size, whole in zip(piece.offsets, piece.sizes, saved.shape, strict=True):
+            require(offset + size <= whole, f"a piece of {name} lies outside of it")
     complete = sum(math.prod(piece.sizes) for piece in saved.pieces)
     require(complete == math.prod(saved.shape), f"pieces of {name} are missing")
     return saved

@@ -266,11 +266,12 @@ class ShardedModel:
     def unequal_copies(self) -> str:
         """An error if ranks that hold copies of the same part of a parameter have different ones, otherwise "". Every
         rank calls it, and sends the sums of its parts' bits."""
-        mine = {}
+        sums = {}
         for name, p in self.model.named_parameters():
             x, offsets, _ = self.part(name, p)
             other_end = name in self.counted_elsewhere  # whose ranks may add gradients in another order
-            mine[name, other_end, offsets, x.shape] = x.view(torch.int32).sum(dtype=torch.int64).item()
+            sums[name, other_end, offsets, x.shape] = x.view(torch.int32).sum(dtype=torch.int64)
+        mine = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))  # one wait for the device
         copies = defaultdict(lambda: defaultdict(list))  # part -> sum -> ranks
         for rank, found in enumerate(of_all_ranks(mine)):
             for part, total in found.items():

@@ -18,6 +18,7 @@ from test_nanogpt import nanogpt_state, write
 import evaluate
 import sample
 from data.tokenizer import CharTokenizer
+from engine.checkpoint import weights
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model
 
@@ -51,7 +52,7 @@ def figures(capsys):
 
 
 def model_of(where: Path) -> Model:
-    return sample.load(sample.SampleConfig(out_dir=str(where)), torch.device("cpu"))[1].double()
+    return weights.alone(str(where), torch.device("cpu"), torch.float32)[1].double()
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from ranks import begin, launch, train_runs
 
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from engine.checkpoint import weights
 from engine.decode import generate
 from model import Model, ModelConfig
 from sample import SampleConfig, choose
@@ -99,7 +100,7 @@ def say(runs, capfd):
 
 
 def load(out: Path):
-    return sample.load(SampleConfig(out_dir=str(out)), torch.device("cpu"))
+    return weights.alone(str(out), torch.device("cpu"), torch.float32)
 
 
 def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
@@ -113,7 +114,7 @@ def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
     rows.copy_(4 * F.normalize(rows))  # otherwise the longest are the likeliest everywhere
     rows[[*range(32), *range(127, 257)]] = 0
     model.double()
-    monkeypatch.setattr(sample, "load", lambda cfg, device: (path, model, tokenizer))
+    monkeypatch.setattr(weights, "alone", lambda *_: (path, model, tokenizer))
     return model
 
 
@@ -175,7 +176,7 @@ def test_a_step_of_few_products_takes_one_thread(monkeypatch, chosen):
 @pytest.mark.parametrize("tokenizer, first", [(ByteTokenizer(), 256), (CharTokenizer("\tab\n"), 1)])
 def test_an_empty_prompt_is_end_of_text_or_a_newline(say, runs, monkeypatch, tokenizer, first):
     path, model, _ = load(runs / "causal")
-    monkeypatch.setattr(sample, "load", lambda cfg, device: (path, model, tokenizer))
+    monkeypatch.setattr(weights, "alone", lambda *_: (path, model, tokenizer))
     read = []
     monkeypatch.setattr(sample, "generate", lambda _, idx, *__, **___: read.append(idx.tolist()) or iter([idx[0]]))
     say()
@@ -347,7 +348,7 @@ def test_what_is_refused(runs, capfd, files, monkeypatch, name, flags, fragments
 def test_weights_that_are_not_finite(runs, monkeypatch, capfd, name, start):
     found = load(runs / name)
     found[1].norm.weight.data.fill_(torch.nan)
-    monkeypatch.setattr(sample, "load", lambda *args: found)
+    monkeypatch.setattr(weights, "alone", lambda *_: found)
     for temperature in (0, 1):
         flags = [f"--out_dir={name}", f"--start={start}", f"--temperature={temperature}", "--device=cpu"]
         refused(sample.main, flags, capfd, ["logits are not finite"])

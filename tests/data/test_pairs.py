@@ -297,8 +297,8 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
 def test_what_has_no_answer_is_refused(trained, translators, capsys, tmp_path):
     causal, seq2seq = (f"--out_dir={translators / name}" for name in ("causal", "seq2seq"))
     for main, flags, words in (
-        (sample.main, [causal, "--blank=x"], "blank=x has no effect"),
-        (sample.main, [seq2seq, "--blank=x"], "blank=x has no effect"),
+        (sample.main, [causal, "--blank=x"], "blank=x (command line): has no effect"),
+        (sample.main, [seq2seq, "--blank=x"], "blank=x (command line): has no effect"),
         (sample.main, [seq2seq, "--start=" + "x" * 24], "becomes 25 tokens, more than block_size=24; shorten it"),
         (evaluate.main, [f"--out_dir={trained}", f"--answers={tmp_path / 'x'}"], "needs pairs, and dataset="),
         (evaluate.main, [f"--out_dir={trained}", f"--answers={tmp_path}"], f"{tmp_path}: Not a regular file"),

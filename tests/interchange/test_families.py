@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer, HFTokenizer, from_spec, train_bpe
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.weights import alone
 from engine.decode import generate
 from engine.interchange import __main__ as commands
 from engine.interchange.families import FAMILIES, choose
 from engine.interchange.huggingface import Pretrained, read_hf, shapes_of, write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
-from sample import SampleConfig, load
 
 transformers.utils.logging.disable_progress_bar()
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py
@@ -366,7 +366,7 @@ def test_export_of_a_run(trained, tmp_path, capsys):
     export(trained / "best", tmp_path / "out", "--dtype=bfloat16")
     assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
     export(trained, tmp_path / "exact")
-    model = load(SampleConfig(out_dir=str(trained)), torch.device("cpu"))[1]
+    _, model, _ = alone(str(trained), torch.device("cpu"), torch.float32)
     reference = loaded(tmp_path / "exact")
     idx = torch.randint(257, (2, 16))
     with torch.no_grad():

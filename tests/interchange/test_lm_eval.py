@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-import sample
+from engine.checkpoint import weights
 
 pytestmark = pytest.mark.interop
 QUESTIONS = [("the cat", [" sat on", " a mat."]), ("dogs", [" bark;", " the cat", " a"]), ("sat", [" on", " no", " x"])]
@@ -42,7 +42,7 @@ def type_in(line: str, cache: Path) -> None:
 
 
 def log_likelihoods(run: Path) -> list[list[float]]:
-    _, model, tokenizer = sample.load(sample.SampleConfig(out_dir=str(run)), torch.device("cpu"))
+    _, model, tokenizer = weights.alone(str(run), torch.device("cpu"), torch.float32)
     model, out = model.double(), []
     for question, choices in QUESTIONS:
         scores = []

@@ -14,6 +14,8 @@ import torch
 from helpers import ROOT, gone, refused, until
 
 from engine.parallel import ranks as parallel
+from engine.plan import accounting
+from model import Model
 from tools import bench, child, speed
 
 TRAIN = """
@@ -133,14 +135,18 @@ def tiny(monkeypatch):
     monkeypatch.setattr(parallel, "agreed_dtype", lambda flag, _: getattr(torch, flag.replace("auto", "bfloat16")))
 
 
-def test_the_table(tiny, capsys):
-    """A row of training for each dtype, and rows of decoding."""
+def test_the_table(tiny, monkeypatch, capsys):
+    """A row of training for each dtype, whose share is that of its own peak, and rows of decoding."""
+    peaks = {torch.bfloat16: 2e9, torch.float32: 1e9}
+    monkeypatch.setattr(speed, "measured_peak", lambda device, dtype: peaks[dtype])
     bench.main([])
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in said[3:5]] == [["small", "bfloat16"], ["small", "float32"]]
-    for line in said[3:5]:
-        tokens_per_s, ms = map(float, line.replace(",", "").split()[2:])
+    flops = 4 * accounting.flops(Model(speed.flags("small")), 16)
+    for line, peak in zip(said[3:5], peaks.values(), strict=True):
+        tokens_per_s, ms, share = map(float, line.replace(",", "").rstrip("%").split()[2:])
         assert tokens_per_s == pytest.approx(1000 * 4 * 16 / ms, rel=0.1)
+        assert share == pytest.approx(100 * flops * tokens_per_s / 64 / peak, rel=0.01, abs=0.06)
     assert [line.split()[::3] for line in said[7:]] == [["small", "1"], ["small", "8"]]
 
 
@@ -153,8 +159,20 @@ def test_a_gpu_has_two_more_columns(monkeypatch):
     monkeypatch.setattr(speed, "ms_per_step", lambda cfg: peak.append(6.5) or 25.0)
     for name, mfu in (("NVIDIA H100 80GB HBM3", "42.5%"), ("unknown", "nan%")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        row = speed.training_row("124M", "bfloat16").split()
-        assert row == ["124M", "bfloat16", "491,520", "25.0", mfu, "6.50"]
+        row = speed.training_row("124M", "bfloat16", 8e14).split()
+        assert row == ["124M", "bfloat16", "491,520", "25.0", "52.5%", mfu, "6.50"]
+
+
+def test_the_peak_is_that_of_a_product(clock, monkeypatch):
+    """2 x 1024^3 FLOPs in two seconds."""
+
+    def product(x, _):
+        clock.now += 2.0
+        return x
+
+    monkeypatch.setattr(timeit, "default_timer", lambda: clock.now)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    assert speed.measured_peak(torch.device("cpu"), torch.float32) == pytest.approx(2.0**30)
 
 
 def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):

@@ -41,7 +41,7 @@ class Run:
         self.args = words_of("common", options.common) + self.own
         if setting:
             self.args.append(f"--{setting}")
-        self.name = f"--run={text} --common={options.common}"
+        self.name = f"--run={text} --common={options.common}".removesuffix(" --common=")
         names = [arg.lstrip("-").partition("=")[0] for arg in self.args]
         for name in (*RESERVED, options.swept):
             most = 0 if name in RESERVED else 1
