@@ -41,6 +41,7 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "slot_softmax": ...,
     "head_bias": False,
     "embed_norm": False,
+    "n_group": 1,
     "norm_per_reader": False,
     "qk_norm_width": "head",
     "alibi_scale": 1.0,

@@ -75,7 +75,6 @@ class ModelConfig(LayerFlags):
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)
-    n_group: int = 1  # [>0] [<=65536] [block=superblock and has_p] slices of the stream, each read by units of its own
     n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: experts
     n_expert: int = 0  # [<=65536] [n_expert=0 or has_e] experts of an MLP (arXiv:1701.06538); 0 = dense
@@ -443,23 +442,6 @@ class Linear(nn.Linear):
         pass
 
 
-class GroupedLinear(Linear):
-    """Independent linear maps of slices, (..., groups i) -> (..., groups o), with weight (groups o, i). `rows` holds
-    the numbers of rows of a map's logical matrices, such as the gate and the values of a gated MLP."""
-
-    per_head = ("weight", "bias")  # tensor parallelism cuts the slices, as it cuts heads
-
-    def __init__(self, cfg: ModelConfig, groups: int, n_in: int, role: str, rows: Shape):
-        super().__init__(cfg, n_in // groups, groups * sum(rows), role, (1, groups * rows))
-        self.groups = groups
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(-1, (self.groups, -1))
-        weight = self.weight.unflatten(0, (self.groups, -1))
-        y = torch.einsum("...gi,goi->...go", x, weight).flatten(-2)
-        return y if self.bias is None else y + self.bias
-
-
 class NearIdentity(Linear):
     """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
 
@@ -793,7 +775,7 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
         multiple = math.lcm(cfg.hidden_unit, 8)  # ops.grouped_linear is fast with multiples of 8
     else:
         ratio = cfg.mlp_ratio
-        multiple = math.lcm(cfg.hidden_unit, cfg.n_group)  # each group has as many
+        multiple = cfg.hidden_unit
     width = ratio * reader.share * cfg.n_embd
     if kind_of(cfg, reader).arity == 2:
         width *= 2 / 3
@@ -803,33 +785,22 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
 class MLP(nn.Module):
     """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
 
-    With n_group > 1, each group of units reads a slice of the stream, and writes to it. A softmax is over the units of
-    a group, with scores divided by the root of their width. The switch .matrix adds a matrix W_O behind `down`.
+    A softmax divides the scores by the root of the width. The switch .matrix adds a matrix W_O behind `down`.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
         super().__init__()
         C = cfg.n_embd
-        groups = cfg.n_group
-        if hidden:  # given for an expert that all tokens read
-            groups = 1
-        else:
-            hidden = hidden_units(cfg, reader)
-        if C % groups:
-            refuse(cfg, "n_group n_embd", "set n_group to a divisor of n_embd")
+        hidden = hidden or hidden_units(cfg, reader)  # given for an expert that all tokens read
         self.reader = reader
         self.phi, arity = kind_of(cfg, reader)
-        unit = cfg.hidden_unit if groups == 1 else hidden // groups
+        unit = cfg.hidden_unit
         if reader.phi == "softmax":
-            unit = hidden // groups  # so that it is over all of a group
-            self.phi = lambda scores: (scores * (C // groups) ** -0.5).softmax(-1)
+            unit = hidden  # so that it is over all units
+            self.phi = lambda scores: (scores * C**-0.5).softmax(-1)
         self.pieces = (unit,) * arity  # see activations
-        if groups == 1:
-            self.up = Linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
-            self.down = Linear(cfg, hidden, C, "out")
-        else:
-            self.up = GroupedLinear(cfg, groups, C, "into", self.pieces)
-            self.down = GroupedLinear(cfg, groups, hidden, "out", (C // groups,))
+        self.up = Linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
+        self.down = Linear(cfg, hidden, C, "out")
         self.out = nn.Identity()
         if reader.out == "matrix":
             self.out = Linear(cfg, C, C, "second")

@@ -16,7 +16,6 @@ BLOCKS = {
     "superblock": "--block=superblock --layer=c{m}+p --qk_norm=True --window=7",
     "superblock, series": "--block=superblock --layer=c,p --norm_placement=sandwich --mlp=geglu",
     "superblock, joint pool": "--block=superblock --layer=c.joint_slots{m} --pos={alibi}",
-    "superblock, groups": "--block=superblock --layer=c{m}+p --n_group=2 --mlp=relu2 --pos=sinusoidal",
 }
 OBJECTIVES = {
     "causal": "",

@@ -236,7 +236,7 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
     family with more biases expresses the model with biases of 0; the flags then have these biases too. ValueError names
     the flags that the nearest family lacks."""
     plain = cfg
-    if cfg.block == "superblock" and cfg.layer == "c,p" and cfg.n_group == 1:
+    if cfg.block == "superblock" and cfg.layer == "c,p":
         plain = changed(cfg, block="standard")  # the parameters have the same names
     misses = []
     for biases in ({}, {"qkv_bias": True}, {"bias": True}):

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.objective import objective_class
-from model import ExpertLinear, GroupedLinear, Linear, heads_of, hidden_units, stream_dtype
+from model import ExpertLinear, Linear, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 collectives = torch.ops._c10d_functional
@@ -76,11 +76,8 @@ def check(cfg):
             _, kv_heads = heads_of(cfg, reader)
             if kv_heads % n:
                 raise ValueError(f"tp={n} does not divide n_kv_head={kv_heads}; choose a tp that divides it")
-        elif reader.dense and cfg.n_group > 1:
-            if cfg.n_group % n:
-                raise ValueError(f"tp={n} does not divide n_group={cfg.n_group}; set n_group to a multiple of {n}")
         elif reader.phi == "softmax":
-            raise ValueError(f"layer={cfg.layer}: the softmax of p needs all its units; set n_group={n}, or tp=1")
+            raise ValueError(f"layer={cfg.layer}: the softmax of p needs all its units; set tp=1")
         elif hidden_units(cfg, reader) % (cfg.hidden_unit * n):
             units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_unit}"
             raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
@@ -124,14 +121,12 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
             module.register_forward_hook(gather)
         elif role == "after":
             module.register_forward_pre_hook(reduce)
-        elif isinstance(module, nn.Identity | GroupedLinear) and role == "into":
+        elif isinstance(module, nn.Identity) and role == "into":
             module.register_forward_pre_hook(lambda module, args: args[0].chunk(n, -1)[rank])
-        elif isinstance(module, nn.Identity | GroupedLinear) and role == "out":
+        elif isinstance(module, nn.Identity) and role == "out":
             module.register_forward_hook(lambda module, args, x: pad_to_width(rank, n, x))
         elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
-        if isinstance(module, GroupedLinear):
-            module.groups //= n
     if isinstance(model.wte, nn.Embedding):  # as on the first stage of a pipeline
         model.wte.forward = partial(lookup, model, rank, group)
         model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
@@ -146,7 +141,7 @@ def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: 
     """Replace the model's parameters by the rank-th of n slices, each along its dimension in cuts, if it has one."""
     for name, module in model.named_modules():
         fused = getattr(module, "fused", None)
-        if fused and fused[0] % n and not isinstance(module, GroupedLinear):  # whose groups are cut
+        if fused and fused[0] % n:
             raise ValueError(f"tp={n} does not divide the {fused[0]} groups of rows of {name}; set another tp")
     for name, dim in cuts.items():
         if dim is not None:

@@ -15,7 +15,7 @@ from engine.plan.estimate import Rank
 from flags import refuse
 from model import heads_of
 
-SIZES = ["n_embd", "n_layer", "n_encoder_layer", "mlp_ratio", "n_slot", "n_group"]  # which determine the weights too
+SIZES = ["n_embd", "n_layer", "n_encoder_layer", "mlp_ratio", "n_slot"]  # which determine the weights too
 
 
 def check_training(cfg, device: torch.device, size: int):

@@ -279,11 +279,11 @@ def test_the_flags_that_do_not_combine_are_those_of_the_table():
     layout += ["--activation_checkpoint=selective", "--activation_checkpoint=full"]
     model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")
              for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
-    model += ["--dropout=0.1", "--doc_mask=True", "--n_group=2", "--bias=True", "--qk_norm=True", "--window=64"]
+    model += ["--dropout=0.1", "--doc_mask=True", "--bias=True", "--qk_norm=True", "--window=64"]
     model += ["--n_expert=4"]
     experts = ["--layer=c+p+e", "--n_expert=4"]
     needs = dict.fromkeys(of_fsdp, ["--parallel=fsdp"])
-    needs |= {"--block=superblock": experts, "--n_group=2": ["--block=superblock", *experts], "--ep=2": experts[1:]}
+    needs |= {"--block=superblock": experts, "--ep=2": experts[1:]}
     needs |= {"--attention=gqa": ["--n_kv_head=6"], "--objective=seq2seq": ["--span_length=4"]}
     defaults = parse(Config, ["--gradient_accumulation_steps=8", "--vocab_size=256", "--n_layer=2"])
     refused = set()

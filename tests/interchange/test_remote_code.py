@@ -15,7 +15,7 @@ SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=50)
 KINDS = {
     "gpt2": dict(bias=True),
     "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", attention="gqa", n_kv_head=2, tie_weights=False),
-    "superblock": dict(block="superblock", pos="alibi", window=5, window_pattern="SL", n_group=2),
+    "superblock": dict(block="superblock", pos="alibi", window=5, window_pattern="SL"),
     "slots": dict(block="superblock", layer="c.own_slots", pos="alibi", n_slot=3, qk_norm=True),
     "parts": dict(block="superblock", layer="c/2+p/2,c.gelu/2+p;c,s", pos="rope", n_slot=3),
     "joint pool": dict(block="superblock", layer="c.joint_slots", pos="rope", n_slot=3),
@@ -129,7 +129,7 @@ def test_saved_again_and_drawn_anew(both, tmp_path):
     for (name, p), q in zip(ours.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q), name
     with torch.no_grad():
-        assert torch.equal(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
+        torch.testing.assert_close(again(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)  # memory lies elsewhere
     config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).model
     assert 0.018 < model.blocks[0].sums[0].attn.qkv.weight.std() < 0.022

@@ -166,26 +166,21 @@ def test_queries_and_outputs_without_a_matrix(source, query, out):
     assert_same(attn(x, Inputs()), expected, [x, *attn.parameters()])
 
 
-@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("phi", ["softmax", "sigmoid", "gelu", "swiglu"])
 @pytest.mark.parametrize("out", ["matrix", "none"])
-def test_units_from_their_weights(phi, groups, out):
-    """f(x_g W1_g^T + b1_g) W2_g^T + b2_g of each slice x_g; a softmax is over the units of a slice."""
-    _, mlp = pool(f"p.{phi}.{out}+c", n_group=groups, n_embd=32, bias=True)
+def test_units_from_their_weights(phi, out):
+    """f(x W1^T + b1) W2^T + b2."""
+    _, mlp = pool(f"p.{phi}.{out}+c", n_embd=32, bias=True)
     (x,) = leaves((2, T, C))
-    parts = [p.chunk(groups) for p in (mlp.up.weight, mlp.up.bias, mlp.down.weight, mlp.down.bias)]
-    ys = []
-    for slice, up, up_bias, down, down_bias in zip(x.chunk(groups, -1), *parts, strict=True):
-        scores = slice @ up.T + up_bias
-        if phi == "softmax":
-            hidden = (scores / math.sqrt(C // groups)).softmax(-1)
-        elif phi == "swiglu":  # without the unit of 64, which needs a width of 64, pairs of gate and value alternate
-            gate, value = scores.unflatten(-1, (-1, 2, 1 if groups == 1 else scores.size(-1) // 2)).unbind(-2)
-            hidden = (F.silu(gate) * value).flatten(2)
-        else:
-            hidden = MAPS[phi](scores)
-        ys.append(hidden @ down.T + down_bias)
-    expected = torch.cat(ys, -1)
+    scores = x @ mlp.up.weight.T + mlp.up.bias
+    if phi == "softmax":
+        hidden = (scores / math.sqrt(C)).softmax(-1)
+    elif phi == "swiglu":  # without the unit of 64, which needs a width of 64, pairs of gate and value alternate
+        gate, value = scores.unflatten(-1, (-1, 2)).unbind(-1)
+        hidden = F.silu(gate) * value
+    else:
+        hidden = MAPS[phi](scores)
+    expected = hidden @ mlp.down.weight.T + mlp.down.bias
     if out == "matrix":
         expected = expected @ mlp.out.weight.T + mlp.out.bias
     assert_same(mlp(x, Inputs()), expected, [x, *mlp.parameters()])
@@ -213,14 +208,13 @@ def test_slots_have_as_many_parameters_as_an_mlp(slots, mlp, keys):
     assert abs(surplus) <= (keys + 1) * H * D / 2
 
 
-def test_the_matrix_behind_units_is_the_same_for_every_number_of_groups():
+def test_the_matrix_behind_units():
     """It writes to the stream: its initial values are scaled and Muon trains it; the units' outputs are not scaled."""
-    for groups in (1, 2):
-        net = build(block="superblock", layer="p.matrix+c", n_group=groups, n_embd=64)
-        mlp = net.blocks[0].sums[0].mlp
-        assert mlp.down.initial["weight"].std == 0.02
-        assert mlp.out.initial["weight"].std == 0.02 / math.sqrt(4)
-        assert {mlp.up.weight, mlp.down.weight, mlp.out.weight} <= hidden_matrices(net).keys()
+    net = build(block="superblock", layer="p.matrix+c", n_embd=64)
+    mlp = net.blocks[0].sums[0].mlp
+    assert mlp.down.initial["weight"].std == 0.02
+    assert mlp.out.initial["weight"].std == 0.02 / math.sqrt(4)
+    assert {mlp.up.weight, mlp.down.weight, mlp.out.weight} <= hidden_matrices(net).keys()
 
 
 @pytest.mark.parametrize("phi", ["relu", "sigmoid"])

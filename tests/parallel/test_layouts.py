@@ -59,7 +59,7 @@ GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attenti
 LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
-GROUPS = ["--block=superblock", "--layer=c.none+p,p.softmax.matrix", "--n_head=4"]
+SLICES = ["--block=superblock", "--layer=c.none+p,p.gelu.matrix", "--n_head=4"]
 EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1".split()
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
 SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
@@ -75,7 +75,7 @@ OF_TP = {
     "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
     "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
     "parts": [*PARTS, *"--bias=True --n_slot=4 --mlp=geglu --n_embd=48 --qk_norm=True".split(), *MUON],
-    "groups": [*GROUPS, "--n_group=4", "--bias=True", "--mlp=swiglu", "--conv=3", *MUON],
+    "slices": [*SLICES, "--bias=True", "--mlp_ratio=3", "--conv=3", *MUON],
     "wide": [*HEADS, *"--norm_placement=after --head_dim=12 --attention=gqa --n_kv_head=2".split(), *MUON],
     "experts": [*EXPERTS, *MUON],
     "padding": ["--block=simplified", *LOSS, "--vocab_size=259"],
@@ -101,7 +101,7 @@ OF_FSDP = {
     "recomputed": RECOMPUTED,
     "untied": ["--block=simplified", "--tie_weights=False", *SELECTED, "--n_layer=3", "--conv=4"],
     "seq2seq": ["--objective=seq2seq", "--grad_clip=0.0"],
-    "groups": [*GROUPS, "--n_group=2", *MUON],
+    "slices": [*SLICES, *MUON],
     "attention": [*HEADS, *RECOMPUTED, *MUON],
     "experts": [*EXPERTS, *SELECTED, *MUON],
 }
@@ -431,8 +431,7 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
     (2, ["--tp=2", "--block_size=15"], "tp=2 does not divide block_size=15; set --block_size=16"),
     (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 does not divide the MLP's 192 hidden units"),
     (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 does not go with tp=2"),
-    (2, ["--tp=2", "--block=superblock", "--n_group=3", "--n_embd=48"], "tp=2 does not divide n_group=3"),
-    (2, ["--tp=2", *GROUPS], "the softmax of p needs all its units; set n_group=2"),
+    (2, ["--tp=2", "--block=superblock", "--layer=c+p.softmax"], "the softmax of p needs all its units; set tp=1"),
     (2, ["--tp=2", "--objective=seq2seq"], "tp=2 does not divide the 3 tokens of the text or the 15 of its source"),
     (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
     (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),

@@ -12,7 +12,7 @@ import model as M
 from tools.heads import contextual_mlp
 
 BLOCKS = [
-    {"block": "superblock", "layer": "c,p", "n_group": 2},
+    {"block": "superblock", "layer": "c,p"},
     {"block": "superblock", "layer": "c.own_slots", "n_slot": 5},
     {"block": "superblock", "layer": "c.joint_slots", "n_slot": 5},
     {"block": "simplified_parallel", "simplified_value_proj": "all"},
@@ -35,7 +35,7 @@ GRID = [  # each two of block, position and extra meet in a causal model
     )
     if n == 0 and (i + j + k) % 5 == 0 or n > 0 and (5 * i + 3 * j + k + n) % 13 == 0 and pos != "alibi"
 ]
-SLOTS = {"n_slot": 5, "n_group": 1}
+SLOTS = {"n_slot": 5}
 LAYERS = {  # layer of a superblock -> its other flags
     "c+p": {},
     "c/2+p.swiglu/2,c/2+p.relu2/2": {},
@@ -45,8 +45,8 @@ LAYERS = {  # layer of a superblock -> its other flags
     "c,s.swiglu,m.stream.relu": SLOTS | OBJECTIVES[2],
 }
 for layer, more in LAYERS.items():
-    for pos, n_group in (("rope", 1), ("learned", 2)):
-        GRID.append({"block": "superblock", "layer": layer, "pos": pos, "bias": True, "n_group": n_group} | more)
+    for pos in ("rope", "learned"):
+        GRID.append({"block": "superblock", "layer": layer, "pos": pos, "bias": True} | more)
 T, C, D = 13, 32, 8
 
 

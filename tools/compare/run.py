@@ -85,7 +85,7 @@ class Run:
     def match_parameters(self, wanted: int):
         """Set n_embd to the width with which the number of parameters is nearest to `wanted`."""
         width = self.cfg.n_embd
-        unit = self.cfg.n_head * self.cfg.n_group
+        unit = self.cfg.n_head
         if self.cfg.pos == "rope":
             unit *= 2  # heads of even size
 
