@@ -21,64 +21,17 @@ import operator
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 from data.errors import require
-from data.files import write_file
-from flags import Flags, check_limits, documented, refuse_unused, rests_on, setting, unused
+from engine.help import alternatives, choices, usage
+from engine.retired import CHANGED_NO_NUMBER, is_retired
+from flags import Flags, check_limits, refuse_unused, rests_on, setting, unused
 from model import ModelConfig, try_flags
 
 T = TypeVar("T")
-# What was retired: a flag -> the value that may be dropped, because it is what the program does now; ... means none.
-# "flag=value" is a retired choice of a flag that stays -> what to write instead.
-RETIRED_OF_THE_MODEL: dict[str, Any] = {
-    "pool": ...,
-    "wiring": ...,
-    "slot_softmax": ...,
-    "head_bias": False,
-    "embed_norm": False,
-    "n_group": 1,
-    "norm_per_reader": False,
-    "qk_norm_width": "head",
-    "alibi_scale": 1.0,
-    "rope_fraction": 1.0,
-    "mup_base_width": 0,
-    "attn_diff": False,
-    "attn_sink": False,
-    "attn_gate": "none",
-    "value_residual": False,
-    "balance_weight": 0.01,
-    "router_z_loss": 0.0,
-    "moe_pattern": "",
-    "label_smoothing": 0.0,
-    "router_balance=loss": "router_balance=bias, or none",
-}
-RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
-    "num_beams": 1,
-    "length_penalty": 1.0,
-    "tasks": "",
-    "score": "",
-    "overflow": "recompute",
-    "limit": 0,
-    "spike_action": "skip",
-    "log_ranks": False,
-    "z_loss": 0.0,
-    "pp_chunks": 1,
-    "fsdp_offload": False,
-    "on_save_error": "stop",
-    "async_checkpoint": False,
-    "fp8": False,
-    "target_flops": 0.0,
-    "target_ratio": 0.0,
-    "which": "latest",
-}
-CHANGED_NO_NUMBER = {  # dropped from checkpoints
-    "async_checkpoint", "fsdp_offload", "log_ranks", "on_save_error", "target_flops", "target_ratio",
-}  # fmt: skip
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
 CONSTANTS = {"true": True, "false": False}
@@ -174,21 +127,6 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)
     return cfg
-
-
-def is_retired(cls: type, name: str, value: Any, place: str) -> bool:
-    """Whether this setting is of a retired flag and may be dropped. ValueError if it is not what the program does now,
-    or if it is a retired choice."""
-    choice = f"{name}={value}"
-    if choice in RETIRED:
-        why = f"this choice was retired; use {RETIRED[choice]}, or an older version of this program"
-        raise ValueError(f"{setting(name, value, place)}: {why}")
-    if name in cls.__dataclass_fields__ or name not in RETIRED:
-        return False
-    if value != RETIRED[name]:
-        why = "this flag was retired; leave it out, or use an older version of this program"
-        raise ValueError(f"{setting(name, value, place)}: {why}")
-    return True
 
 
 def convert(cls: type, name: str, value: Any, place: str) -> Any:
@@ -290,22 +228,6 @@ def shown(node: ast.AST) -> str:
 # Values
 
 
-def alternatives(kind: Any) -> list[Any]:
-    """bool | Literal["auto"] -> [bool, "auto"]."""
-    found = []
-    for part in get_args(kind) or [kind]:
-        found += get_args(part) or [part]
-    return found
-
-
-def choices(kind: Any) -> list[str]:
-    """bool | Literal["auto"] -> ["True", "False", "auto"], int -> ["int"]."""
-    words = []
-    for alternative in alternatives(kind):
-        words += ["True", "False"] if alternative is bool else [getattr(alternative, "__name__", alternative)]
-    return words
-
-
 def coerce(value: Any, kind: Any) -> Any:
     """`value` in the type `kind`, if the conversion loses nothing; otherwise ValueError or OverflowError."""
     for wanted in alternatives(kind):
@@ -315,42 +237,3 @@ def coerce(value: Any, kind: Any) -> Any:
         elif type(value) is wanted or value == wanted:
             return value
     raise ValueError
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
-
-
-def usage(cls: type, doc: str) -> str:
-    """The text of --help: `doc`, the usual flags, then every flag by section."""
-    flags = documented(cls)
-    lines = [doc.strip()]
-    if usual := getattr(cls, "USUAL", []):
-        lines += ["", "what most runs set"]
-        for name in usual:
-            lines += help_lines(cls, name)
-    for section, names in groupby(flags, lambda name: flags[name].section):
-        lines += ["", section]
-        for name in names:
-            lines += help_lines(cls, name)
-    return "\n".join(lines).strip()
-
-
-def help_lines(cls: type, name: str) -> list[str]:
-    """A flag with its default, its type or choices, and its doc."""
-    left = f"  --{name}={getattr(cls, name)}"
-    kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
-    first, *others = textwrap.wrap(f"{kinds}: {documented(cls)[name].doc}", 60, break_on_hyphens=False)
-    return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]
-
-
-def dump(cfg: Any, path: str | Path):
-    """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
-    lines = []
-    idle = unused(cfg)
-    for section, flags in groupby(documented(type(cfg)).items(), lambda item: item[1].section):
-        lines += ["", f"# --- {section}"]
-        for name, flag in flags:
-            line = f"{name} = {getattr(cfg, name)!r}  # {flag.doc}"
-            lines.append(f"# {line}" if name in idle else line)
-    write_file(Path(path), ("\n".join(lines).strip() + "\n").encode())

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import dump, read_flags, resolve
+from configurator import read_flags, resolve
 from data.dataset import DataSet
 from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
@@ -46,6 +46,7 @@ from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
 from engine.device import make_deterministic, peak_flops, precision, resolve_device, torch_errors
 from engine.evaluation import Evaluation
+from engine.help import dump
 from engine.metrics import Metrics, Silent, evaluation_text
 from engine.parallel.connection import environment, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave

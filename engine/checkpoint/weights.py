@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from configurator import RETIRED_OF_THE_MODEL, resolve
+from configurator import resolve
 from data import DATA
 from data.dataset import open_data
 from data.errors import require
@@ -32,6 +32,7 @@ from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.plan import memory
+from engine.retired import RETIRED_OF_THE_MODEL
 from model import Model, ModelConfig
 
 OF_THE_DATA = ("dataset", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs

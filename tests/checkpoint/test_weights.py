@@ -8,11 +8,11 @@ from helpers import IN_FLOAT64, TINY, distance, edit_state, holds_files, losses,
 from preparing import write_text
 from ranks import launch, train_runs
 
-import configurator
 import sample
 import train
 from configurator import read_flags, resolve
 from data.tokenizer import CharTokenizer
+from engine import retired
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.config import Config
@@ -165,8 +165,8 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", [train, sample])
 def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(command, run, monkeypatch, capsys):
-    monkeypatch.setitem(configurator.RETIRED, "old_idea", 0.5)
-    monkeypatch.setitem(configurator.RETIRED, "norm=rmsnorm", "layernorm")
+    monkeypatch.setitem(retired.RETIRED, "old_idea", 0.5)
+    monkeypatch.setitem(retired.RETIRED, "norm=rmsnorm", "layernorm")
     monkeypatch.setitem(weights.RETIRED_OF_THE_MODEL, "old_idea", 0.5)
     out = run("--max_iters=2", "--warmup_iters=1")
     if command is train:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers import ROOT
 
-from configurator import dump, parse
+from configurator import parse
 from engine.config import Config
+from engine.help import dump
 from flags import unused
 from model import Model
 

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_ignored import has_effect
 
-import configurator
-from configurator import dump, parse, read_flags, resolve
+from configurator import parse, read_flags, resolve
 from data.errors import user_errors
+from engine import retired
 from engine.config import Config
+from engine.help import choices, dump
 from flags import documented, fact
 
 
@@ -277,8 +278,8 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
 
 def test_retired_flags(tmp_path, monkeypatch):
     """At the value that the program has now they are dropped; the others are refused wherever they are set."""
-    monkeypatch.setitem(configurator.RETIRED, "old_idea", "skip")
-    monkeypatch.setitem(configurator.RETIRED, "norm=rmsnorm", "layernorm")
+    monkeypatch.setitem(retired.RETIRED, "old_idea", "skip")
+    monkeypatch.setitem(retired.RETIRED, "norm=rmsnorm", "layernorm")
     path = tmp_path / "x.py"
     path.write_text("old_idea = 'skip'\nn_layer = 3\n")
     assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
@@ -295,10 +296,10 @@ def test_retired_flags(tmp_path, monkeypatch):
     monkeypatch.undo()
     for name, old in {"attn_gate": "none", "value_residual": False, "async_checkpoint": False}.items():
         assert not hasattr(parse(Config, [f"--{name}={old}"]), name)
-    for entry in configurator.RETIRED:
+    for entry in retired.RETIRED:
         name, chosen, value = entry.partition("=")
         flag = Config.__dataclass_fields__.get(name)
-        assert bool(flag) == bool(chosen) and not (flag and value in configurator.choices(flag.type)), entry
+        assert bool(flag) == bool(chosen) and not (flag and value in choices(flag.type)), entry
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

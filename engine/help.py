@@ -1,0 +1,60 @@
+"""Flags as text: what --help prints, and the config file that a run leaves in its folder."""
+
+import textwrap
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args
+
+from data.files import write_file
+from flags import documented, unused
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """bool | Literal["auto"] -> [bool, "auto"]."""
+    found = []
+    for part in get_args(kind) or [kind]:
+        found += get_args(part) or [part]
+    return found
+
+
+def choices(kind: Any) -> list[str]:
+    """bool | Literal["auto"] -> ["True", "False", "auto"], int -> ["int"]."""
+    words = []
+    for alternative in alternatives(kind):
+        words += ["True", "False"] if alternative is bool else [getattr(alternative, "__name__", alternative)]
+    return words
+
+
+def usage(cls: type, doc: str) -> str:
+    """The text of --help: `doc`, the usual flags, then every flag by section."""
+    flags = documented(cls)
+    lines = [doc.strip()]
+    if usual := getattr(cls, "USUAL", []):
+        lines += ["", "what most runs set"]
+        for name in usual:
+            lines += help_lines(cls, name)
+    for section, names in groupby(flags, lambda name: flags[name].section):
+        lines += ["", section]
+        for name in names:
+            lines += help_lines(cls, name)
+    return "\n".join(lines).strip()
+
+
+def help_lines(cls: type, name: str) -> list[str]:
+    """A flag with its default, its type or choices, and its doc."""
+    left = f"  --{name}={getattr(cls, name)}"
+    kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
+    first, *others = textwrap.wrap(f"{kinds}: {documented(cls)[name].doc}", 60, break_on_hyphens=False)
+    return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]
+
+
+def dump(cfg: Any, path: str | Path):
+    """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
+    lines = []
+    idle = unused(cfg)
+    for section, flags in groupby(documented(type(cfg)).items(), lambda item: item[1].section):
+        lines += ["", f"# --- {section}"]
+        for name, flag in flags:
+            line = f"{name} = {getattr(cfg, name)!r}  # {flag.doc}"
+            lines.append(f"# {line}" if name in idle else line)
+    write_file(Path(path), ("\n".join(lines).strip() + "\n").encode())
