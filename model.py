@@ -849,7 +849,7 @@ class LoadBalance(nn.Module):
 
     def forward(self, weights: Tensor, load: Tensor) -> Tensor:
         """weights (N, k) of the chosen experts, unchanged; load (E,) is the number of tokens that read each expert."""
-        return ops.with_gradient(weights, self.bias, load / load.mean() - 1)
+        return ops.WithGradient.apply(weights, self.bias, load / load.mean() - 1)
 
 
 class Experts(nn.Module):

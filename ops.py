@@ -3,8 +3,7 @@
     y = attention(q, k, v, D, Mask(window=256))         # softmax(q k^T / sqrt(D)) v, never as a (T, S) matrix
     total = cross_entropy(x, weight, targets)           # of logits x W^T that never exist as (N, V)
 
-Each docstring has the formula; model.py explains the names of sizes. Autograd functions save passes over memory, which
-limit the speed on CPUs.
+Each docstring has the formula; model.py explains the names of sizes.
 """
 
 import hashlib
@@ -196,8 +195,6 @@ class WithGradient(torch.autograd.Function):
         return dx, *ctx.saved_tensors, None
 
 
-with_gradient = WithGradient.apply
-
 # Attention
 
 
@@ -283,8 +280,9 @@ def attention(
     if mask.window >= S:
         mask = mask._replace(window=0)
     if slots is not None:
-        k = behind(slots[0], k)  # (B, Hkv, M + S, E)
-        v = behind(slots[1], v)
+        slot_k, slot_v = (x.expand(len(q), -1, -1, -1) for x in slots)
+        k = torch.cat((slot_k, k), dim=2)  # (B, Hkv, M + S, E)
+        v = torch.cat((slot_v, v), dim=2)
     M = k.size(2) - S
     device = q.device.type
     flash = takes_flash(device, matmul_dtype(q), q.size(3))
@@ -300,11 +298,6 @@ def attention(
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)
-
-
-def behind(slots: Tensor, x: Tensor) -> Tensor:
-    """(Hkv, M, E) and x (B, Hkv, S, E) -> both, in this order, in each row: (B, Hkv, M + S, E)."""
-    return torch.cat((slots.expand(len(x), -1, -1, -1), x), dim=2)
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
@@ -435,8 +428,7 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
     total = at_least_float32(v).cumsum(dim=2)
     lo, hi = mask.reach(T, S, v.device)
     if mask.docs is None and mask.causal and not 0 < mask.window < S:
-        mean = total[:, :, S - T :] / hi[:, None]
-        return mean.to(v.dtype)
+        return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
     total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position
     lo = lo.view(-1, 1, T, 1)
     hi = hi.view(-1, 1, T, 1)
