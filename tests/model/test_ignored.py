@@ -14,7 +14,8 @@ from model import Model, ModelConfig
 S = 11  # tokens of a source
 KINDS = get_type_hints(ModelConfig)
 NO_RESULT = {"loss_chunk"}  # that changes memory alone
-PROBES = {"n_kv_head": [1, 2], "n_encoder_layer": [1, 3], "pos_pattern": ["N"]}  # values beside those of the grid
+# Values beside those of the grid
+PROBES = {"n_kv_head": [1, 2], "n_encoder_layer": [1, 3], "window_pattern": ["LS"], "pos_pattern": ["N"]}
 
 
 def others(name: str, row: dict) -> list:
