@@ -22,14 +22,17 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from data.errors import require
 from engine.help import alternatives, choices, usage
 from engine.retired import CHANGED_NO_NUMBER, is_retired
 from flags import Flags, check_limits, refuse_unused, rests_on, setting, unused
-from model import ModelConfig, try_flags
+from model import Model, ModelConfig
 
 T = TypeVar("T")
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
@@ -237,3 +240,11 @@ def coerce(value: Any, kind: Any) -> Any:
         elif type(value) is wanted or value == wanted:
             return value
     raise ValueError
+
+
+def try_flags(cfg: ModelConfig):
+    """ValueError if no model has these flags: makes one on the meta device, without memory and work."""
+    flags = copy(cfg)
+    flags.vocab_size = cfg.vocab_size or 1
+    with torch.device("meta"):
+        Model(flags)

@@ -22,7 +22,6 @@ from collections import namedtuple
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial, reduce
 from operator import add
 from typing import Literal, NamedTuple
@@ -155,13 +154,9 @@ class RMSNormEpsOutside(RMSNorm):
         return (wide / (rms + self.eps) * self.weight).to(x.dtype)
 
 
-# Modules declare two things about themselves:
-#
-# initial   what their parameters begin with, which Model.init_weights fills in, as a model may be made without memory
-#           and in parts: a number, a tensor, or Normal(std) for draws from N(0, std), of which the first `zero` of
-#           every `period` rows are 0 instead (a part of a fused matrix).
-# role      how tensor parallelism cuts their parameters, whether Muon trains them, and which std they begin with: the
-#           table is in docs/hacking.md. An identity has a role if processes exchange something there.
+# A module with parameters has a `role` (docs/hacking.md has their table; an identity has one if processes exchange
+# something there), and says in `initial` what Model.init_weights fills them with: a number, a tensor, or draws from
+# N(0, std), of which the first `zero` of every `period` rows are 0 instead, as a part of a fused matrix may be.
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
 
 Maybe = Tensor | None
@@ -212,11 +207,8 @@ def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
     return with_role(table, role)
 
 
-class NoEmbedding(nn.Module):
+class NoEmbedding(nn.Identity):  # which takes any arguments, here cfg
     """Returns x (B, T, C) unchanged."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x
@@ -254,13 +246,10 @@ def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
     return theta ** (-torch.arange(n, device=device, dtype=dtype) / n)
 
 
-class AttentionPosition(nn.Module):
+class AttentionPosition(nn.Identity):
     """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
     layer has its own, which may have parameters. What all layers need of the positions is the class's table, which is
     computed once per forward."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
 
     @classmethod
     def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
@@ -305,9 +294,7 @@ ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn
 
 def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
     """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
-    if not cfg.rope_scaling:
-        return f, 1.0
-    name, *words = cfg.rope_scaling.split(":")
+    name, *words = (cfg.rope_scaling or "linear:1").split(":")
     try:
         numbers = [float(word) for word in words]
         if not all(1e-6 <= number <= 1e20 for number in numbers):
@@ -427,8 +414,6 @@ class Linear(nn.Linear):
     cuts between groups.
     """
 
-    read_share = Fraction(1)  # of the weight, by a token
-
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=None):
         super().__init__(n_in, n_out, cfg.bias if bias is None else bias)
         self.role = role
@@ -440,20 +425,6 @@ class Linear(nn.Linear):
 
     def reset_parameters(self):
         pass
-
-
-class NearIdentity(Linear):
-    """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
-
-    def __init__(self, cfg: ModelConfig, role: str):
-        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role, bias=False)
-        self.initial = {"weight": 0.0}
-        self.skip = Gain(1.0)
-        self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
-        self.same = with_role(nn.Identity(), role)  # skips the matrix, but not the exchange of its role
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip(self.same(x)) + self.resid(super().forward(x))
 
 
 class Gain(nn.Module):
@@ -468,6 +439,20 @@ class Gain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
+
+
+class NearIdentity(Linear):
+    """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
+
+    def __init__(self, cfg: ModelConfig, role: str):
+        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role, bias=False)
+        self.initial = {"weight": 0.0}
+        self.skip = Gain(1.0)
+        self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
+        self.same = with_role(nn.Identity(), role)  # tensor parallelism cuts or pads x here as the matrix's result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(self.same(x)) + self.resid(super().forward(x))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -548,11 +533,7 @@ def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
 
 class Heads(nn.Module):
     """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j. Its subclasses, one for each source of keys and
-    values, make q, k and v in `project`; `read` computes the sum.
-
-    G = H / Hkv query heads share keys and values. The switch .stream cuts the stream itself into queries, and .none
-    leaves W_O out.
-    """
+    values, make q, k and v in `project`; `read` adds positions, cache and mask, and `attend` computes the sum."""
 
     per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
     strips: Callable | None = None  # see ops.attention
@@ -569,7 +550,7 @@ class Heads(nn.Module):
         self.phi = phi_of_heads(cfg, reader)
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
-        self.cache = None  # decoding sets a KVCache; on the class, its first text would have blocks compiled again
+        self.cache = None  # decoding sets a KVCache. If this stood on the class, blocks would be compiled anew then
         head_norm = RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
         self.k_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
@@ -600,15 +581,15 @@ class Heads(nn.Module):
     def make_slots(self, cfg: ModelConfig):
         """n_slot slots for each key/value head: a learned value and its keys, of which a gated phi takes two. n_slot=0
         means as many parameters as the MLP would have."""
-        keys = kind_of(cfg, self.reader).arity
+        arity = kind_of(cfg, self.reader).arity  # keys of a value
         n = cfg.n_slot
         if n == 0:
             phi = "mlp" if self.reader.phi == "softmax" else self.reader.phi
             mlp = READER["p"]._replace(phi=phi, share=self.reader.share)
             parameters = (1 + kind_of(cfg, mlp).arity) * cfg.n_embd * hidden_units(cfg, mlp)
-            n = max(1, round(parameters / ((keys + 1) * self.n_kv_head * self.head_dim)))
+            n = max(1, round(parameters / ((arity + 1) * self.n_kv_head * self.head_dim)))
         drawn = Normal(cfg.init_std * math.sqrt(cfg.n_embd))  # as a normed stream's keys
-        self.add_per_head("slot_k", drawn, self.n_kv_head, keys * n, self.head_dim)
+        self.add_per_head("slot_k", drawn, self.n_kv_head, arity * n, self.head_dim)
         self.add_per_head("slot_v", drawn, self.n_kv_head, n, self.head_dim)
 
     def projection(self, cfg: ModelConfig, role: str, *sizes: int) -> Linear:
@@ -657,7 +638,6 @@ class Attention(Heads):
 
     def make_projections(self, cfg: ModelConfig, layer: int):
         """The layers that make q, k and v from x."""
-        self.qkv = None
         if self.reader.query == "heads":
             self.qkv = self.projection(cfg, "into", self.group, 1, 1)
         else:
@@ -666,9 +646,9 @@ class Attention(Heads):
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions."""
-        if self.qkv is None:
-            return self.queries(x), *self.split(self.kv(x), 1, 1)
-        return self.split(self.qkv(x), self.group, 1, 1)
+        if self.reader.query == "heads":
+            return self.split(self.qkv(x), self.group, 1, 1)
+        return self.queries(x), *self.split(self.kv(x), 1, 1)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
@@ -788,6 +768,8 @@ class MLP(nn.Module):
     A softmax divides the scores by the root of the width. The switch .matrix adds a matrix W_O behind `down`.
     """
 
+    linear = Linear  # of `up` and `down`
+
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
         super().__init__()
         C = cfg.n_embd
@@ -798,24 +780,22 @@ class MLP(nn.Module):
         if reader.phi == "softmax":
             unit = hidden  # so that it is over all units
             self.phi = lambda scores: (scores * C**-0.5).softmax(-1)
-        self.pieces = (unit,) * arity  # see activations
-        self.up = Linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
-        self.down = Linear(cfg, hidden, C, "out")
+        self.pieces = (unit,) * arity  # sizes of a piece of gates and of its values, between which ranks may cut
+        self.up = self.linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
+        self.down = self.linear(cfg, hidden, C, "out")
         self.out = nn.Identity()
         if reader.out == "matrix":
             self.out = Linear(cfg, C, C, "second")
             self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        hidden = activations(self.phi, self.pieces, self.up(x))  # (B, T, F)
-        return self.out(self.down(hidden))
+        return self.out(self.read(x))
 
-
-def activations(phi: Callable, pieces: Shape, scores: Tensor) -> Tensor:
-    """phi of the scores (..., units). Those of a gated kind are a piece of gates, a piece of values, and so on, so that
-    tensor parallelism can cut between them: pieces has the sizes of the two."""
-    parts = scores.unflatten(-1, (-1, sum(pieces))).split(pieces, dim=-1)  # each (..., F / unit, unit)
-    return phi(*parts).flatten(-2)
+    def read(self, x: Tensor, *ends: Tensor) -> Tensor:
+        """x (..., C) -> (..., C). Of experts, x has their rows, and `ends` their ends, see ExpertLinear."""
+        scores = self.up(x, *ends).unflatten(-1, (-1, sum(self.pieces)))
+        hidden = self.phi(*scores.split(self.pieces, dim=-1))  # (..., F / unit, unit)
+        return self.down(hidden.flatten(-2), *ends)
 
 
 class ExpertLinear(Linear):
@@ -827,7 +807,6 @@ class ExpertLinear(Linear):
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None):
         super().__init__(cfg, n_in, n_out, role, fused)
         self.weight = nn.Parameter(torch.empty(cfg.n_expert, n_out, n_in))
-        self.read_share = Fraction(cfg.n_expert_active, cfg.n_expert)
         if self.bias is not None:
             self.bias = nn.Parameter(torch.empty(cfg.n_expert, n_out))
 
@@ -852,31 +831,27 @@ class LoadBalance(nn.Module):
         return ops.WithGradient.apply(weights, self.bias, load / load.mean() - 1)
 
 
-class Experts(nn.Module):
+class Experts(MLP):
     """sum_e w_e M_e(x) over the k experts that the router chooses for a token, plus those that all tokens read.
 
     p is the softmax, or the sigmoid, of router(x) (E,). The experts with the largest p + bias are chosen; w is their p,
     divided by its sum if k > 1. No token is left out, whatever the load of an expert.
     """
 
+    linear = ExpertLinear
+
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader):
-        super().__init__()
         if cfg.n_expert_active > cfg.n_expert:
             refuse(cfg, "n_expert_active n_expert", "a token reads some of the experts; lower it, or set more experts")
-        C = cfg.n_embd
-        hidden = hidden_units(cfg, reader)
-        self.reader = reader
+        super().__init__(cfg, layer, reader)
         self.active = cfg.n_expert_active
         self.score = torch.sigmoid if cfg.router == "sigmoid" else partial(torch.softmax, dim=-1)
-        self.phi, arity = kind_of(cfg, reader)
-        self.pieces = (cfg.hidden_unit,) * arity
-        self.router = Linear(cfg, C, cfg.n_expert, "router")
-        self.up = ExpertLinear(cfg, C, hidden * arity, "into", (hidden // cfg.hidden_unit, self.pieces))
-        self.down = ExpertLinear(cfg, hidden, C, "out")
+        self.router = Linear(cfg, cfg.n_embd, cfg.n_expert, "router")
         self.balance = LoadBalance(cfg.n_expert) if cfg.router_balance == "bias" else None
         self.shared = None
         if cfg.n_expert_shared:
-            self.shared = MLP(cfg, layer, READER["p"]._replace(phi=reader.phi), cfg.n_expert_shared * hidden)
+            hidden = cfg.n_expert_shared * self.down.in_features
+            self.shared = MLP(cfg, layer, READER["p"]._replace(phi=reader.phi), hidden)
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         tokens = x.flatten(0, 1)  # (N, C)
@@ -896,11 +871,6 @@ class Experts(nn.Module):
         rows = rows * weights.flatten().index_select(0, order)[:, None]
         y = rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
         return y if self.shared is None else y + self.shared(x, inputs)
-
-    def read(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """What each expert makes of its rows, see ExpertLinear: rows (N, C) -> (N, C)."""
-        hidden = activations(self.phi, self.pieces, self.up(rows, ends))  # (N, F)
-        return self.down(hidden, ends)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -970,13 +940,12 @@ class Sum(nn.Module):
         self.conv = Convolution(cfg) if cfg.conv else None
         self.after = norm(cfg, "after")
         self.total = norm(cfg, "total")
+        of_readers = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
         self.gain = nn.Identity()
-        self.gains = None
-        if gains and len(readers) == 1:
-            (name,) = readers
-            self.gain = Gain(gains[name])
-        elif gains:
-            self.gains = nn.ModuleList(Gain(gains[name]) for name in readers)
+        if len(readers) == 1:
+            self.gain = of_readers[0]
+            of_readers = [nn.Identity()]
+        self.gains = nn.ModuleList(of_readers)
         self.skip = {1: nn.Identity(), "learned": Gain(1.0), 0: None}[skip]
         self.dropout = cfg.dropout
         self.names = tuple(readers)
@@ -991,8 +960,7 @@ class Sum(nn.Module):
             x = self.conv(x, inputs)
         y = [getattr(self, name)(x, inputs) for name in self.names]
         y = [ops.dropped(part, self.dropout * self.training) for part in y]
-        if self.gains is not None:
-            y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
+        y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
         y = self.gain(self.after(reduce(add, y)))
         if self.skip is not None:
             y = y + self.skip(s)
@@ -1146,8 +1114,7 @@ class Model(Stack):
     def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
         """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
         depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
-        so that attn of layer 3 starts with the same weights under every --block. docs/hacking.md has the table of
-        initial weights."""
+        so that attn of layer 3 starts with the same weights under every --block."""
         layer, _, kind = name.rpartition(".")
         value = self.get_submodule(layer).initial[kind]
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
@@ -1263,17 +1230,7 @@ def positions_in(docs: Tensors, t: Tensor) -> Tensor:
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
     """The dtype of a residual stream that begins with x."""
     narrow = ops.matmul_dtype(x)
-    if ops.wide_stream(cfg.fp32_residual, x.device, narrow):
-        return x.dtype
-    return narrow
-
-
-def try_flags(cfg: ModelConfig):
-    """ValueError if no model has these flags: makes one on the meta device, without memory and work."""
-    flags = copy(cfg)
-    flags.vocab_size = cfg.vocab_size or 1
-    with torch.device("meta"):
-        Model(flags)
+    return x.dtype if ops.wide_stream(cfg.fp32_residual, x.device, narrow) else narrow
 
 
 def check_initial(model: nn.Module):
@@ -1286,15 +1243,11 @@ def check_initial(model: nn.Module):
         for name, p in module.named_parameters(recurse=False):
             if p.dim() == 0:
                 raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
-            fault = ""
-            if name not in declared:
-                fault = "begins with no declared values;"
-            elif p._version > 0 and not drawn:
-                fault = "is written in __init__; instead,"
-            if fault:
+            if name not in declared or p._version > 0 and not drawn:
+                fault = "is written in __init__" if name in declared else "begins with no declared values"
                 value = "Normal(0.02)" if p.dim() > 1 else "0.0"
                 remedy = f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or others'
-                raise ValueError(f"{path}.{name} {fault} {remedy}")
+                raise ValueError(f"{path}.{name} {fault}; {remedy}")
         for name, value in declared.items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")

@@ -41,7 +41,7 @@ def reader_of(model: M.Model, layer: int, reader: str) -> Pool:
     limit = model.cfg.n_layer
     require(0 <= layer < limit, f"layer={layer} must be in 0 .. {limit - 1}")
     found = {name: getattr(each, name) for each in model.blocks[layer].sums for name in each.names}
-    pools = {name: pool for name, pool in found.items() if isinstance(pool, Pool)}  # not experts
+    pools = {name: pool for name, pool in found.items() if isinstance(pool, Pool) and not isinstance(pool, M.Experts)}
     if not reader:
         reader = next((name for name, pool in pools.items() if pool.reader.source == "context"), "")
         require(reader, f"layer {layer} has no attention to the context; name another reader: {', '.join(found)}")

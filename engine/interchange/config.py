@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from configurator import convert
+from configurator import convert, try_flags
 from data.errors import require
 from flags import READER
-from model import ModelConfig, hidden_units, try_flags
+from model import ModelConfig, hidden_units
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys of a file

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configurator import convert
+from configurator import convert, try_flags
 from data.errors import require
 from engine.interchange.families import FAMILIES, TRANSPOSE
 from engine.interchange.huggingface import Pretrained
-from model import ModelConfig, try_flags
+from model import ModelConfig
 
 REMEDY = "give the ckpt.pt that nanoGPT's train.py wrote"
 FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 
 import torch
 
-from model import Convolution, Heads, Linear, Model
+from model import Convolution, ExpertLinear, Heads, Linear, Model
 from ops import Mask, attention_kernel, takes_flash
 
 
@@ -34,7 +35,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     for name, m in model.named_modules():
         if isinstance(m, Linear):
             tokens = source if name.startswith("encoder.") or m.role == "memory" else T
-            total += 6 * int(m.weight.numel() * m.read_share) * tokens
+            total += 6 * int(m.weight.numel() * read_share(m, model.cfg)) * tokens
     for m, queries, keys, slots in pools(model, T, source):
         if m.window:
             keys = min(keys, m.window if m.causal else 2 * m.window - 1)
@@ -45,9 +46,14 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     return total
 
 
+def read_share(m: Linear, cfg) -> Fraction:
+    """How much of the weight a token reads."""
+    return Fraction(cfg.n_expert_active, cfg.n_expert) if isinstance(m, ExpertLinear) else Fraction(1)
+
+
 def n_read(model: Model) -> int:
     """Number of parameters that a token reads: all but those of the experts that its routers do not choose."""
-    unread = sum(m.weight.numel() * (1 - m.read_share) for m in model.modules() if isinstance(m, Linear))
+    unread = sum(m.weight.numel() * (1 - read_share(m, model.cfg)) for m in model.modules() if isinstance(m, Linear))
     return model.n_params() - int(unread)
 
 

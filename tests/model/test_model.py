@@ -16,6 +16,7 @@ from models import DOCS, TINY, S, T, assert_same, beside, build, check_decoding,
 
 import model as M
 import ops
+from configurator import try_flags
 from engine import decode
 from engine.decode import generate
 from engine.parallel.tensor import sharded_dim
@@ -75,7 +76,7 @@ def combinations(drawn: int = 500) -> list[dict]:
     while missing.any():
         best = ((has @ missing.float()) * has).sum(1).argmax()
         try:
-            M.try_flags(ModelConfig(**TINY | pool[best]))
+            try_flags(ModelConfig(**TINY | pool[best]))
         except ValueError:  # which the command line tells too
             has[best] = 0
             missing &= has.T @ has > 0
@@ -535,7 +536,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
 ], ids=str)  # fmt: skip
 def test_impossible_flags_are_named(flags, fragments):
     with pytest.raises(ValueError) as error:
-        M.try_flags(ModelConfig(**TINY | flags))
+        try_flags(ModelConfig(**TINY | flags))
     assert "\n" not in str(error.value)
     for fragment in fragments:
         assert fragment in str(error.value)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models import DOCS, TINY, assert_same, build, jitter, leaves, naive_attention
 
 import model as M
+from configurator import try_flags
 from engine.optim import hidden_matrices
 from engine.plan.accounting import flops
 from model import Inputs
@@ -18,7 +19,7 @@ C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] 
 
 def shape_of(layer: str, **flags) -> list[list[list[str]]]:
     cfg = M.ModelConfig(**TINY | {"block": "superblock", "layer": layer} | flags)
-    M.try_flags(cfg)
+    try_flags(cfg)
     return [[[r.name for r in each] for each in cfg.sums(layer)] for layer in range(len(cfg.strings))]
 
 
