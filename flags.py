@@ -360,10 +360,13 @@ class LayerFlags(Flags):
 
     @property
     def has_map(self) -> bool:
-        """a p or e without another map, or slots with a softmax and n_slot=0"""
-        maps = {reader.phi for reader, _ in self.readers}
-        of_slots = {reader.phi for reader, _ in self.readers if reader.slotted}
-        return "mlp" in maps or self.n_slot == 0 and "softmax" in of_slots  # these have as many parameters as the MLP
+        """a p or e without another map"""
+        return any(reader.phi == "mlp" for reader, _ in self.readers)
+
+    @property
+    def has_soft_slots(self) -> bool:
+        """slots with a softmax"""
+        return any(reader.slotted and reader.phi == "softmax" for reader, _ in self.readers)
 
     @property
     def has_slots(self) -> bool:

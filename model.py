@@ -66,7 +66,7 @@ class ModelConfig(LayerFlags):
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
     # [norm!=none and norm_placement!=none or last_norm!=same or block=simplified* or qk_norm=True]
     mlp: Literal["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"] = "gelu"
-    # [has_map] relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: as GPT-2 and Gemma
+    # [has_map or has_soft_slots and n_slot=0] relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: as GPT-2 and Gemma
     mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
     conv: int = 0  # [<=64] K taps of a causal convolution, added to what a sum's readers see (docs/blocks.md); 0 = off

@@ -1,5 +1,5 @@
 """Modules import each other in one direction: commands and tools -> engine -> configurator -> model -> ops and flags,
-and data imports none of these."""
+and data imports none of these. Two modules of engine are parts of the configurator."""
 
 import ast
 import sys
@@ -13,7 +13,7 @@ FILES = [*ROOT.glob("*.py"), *(path for top in ("data", "engine", "tools") for p
 MODULE = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
 COMMANDS = {name for name, path in MODULE.items() if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")}
 LEVEL = {"ops": 0, "flags": 0, "model": 1, "data": 1, "configurator": 2, "engine": 3, "tools": 4}  # commands: 5
-LEVEL |= {"engine.help": 1, "engine.retired": 1}  # of which configurator is made
+LEVEL |= {"engine.help": 1, "engine.retired": 1}
 
 
 @cache

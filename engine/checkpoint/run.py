@@ -25,6 +25,7 @@ from engine.parallel.connection import may_restart
 from engine.parallel.ranks import together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
+from flags import unused
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
@@ -87,12 +88,12 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
 
 def check_same_model(cfg, flags: dict, path: Path):
     """ValueError if cfg describes another model than these flags of the checkpoint in `path`."""
+    free = {*FREE_ON_RESUME, *unused(cfg)}
     for flag in fields(ModelConfig):
         old = flags.get(flag.name, flag.default)  # a flag that the file does not know had its default value
         new = getattr(cfg, flag.name)
-        same = old == new or flag.name in FREE_ON_RESUME
         fact = f"{flag.name}={new} differs from {old} in {path}"
-        require(same, f"{fact}; leave it out, or start from scratch in another --out_dir")
+        require(flag.name in free or old == new, f"{fact}; leave it out, or start from scratch in another --out_dir")
 
 
 def layout(cfg) -> dict[str, tuple]:

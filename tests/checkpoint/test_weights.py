@@ -163,6 +163,14 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     assert not holds_files(tmp_path / "new")
 
 
+def test_a_flag_that_has_no_effect_today_does_not_hinder_a_resume(run):
+    """A version before this one stored it, as it knew no rule for it."""
+    out = run("--block=superblock", "--layer=c+s.gelu", "--max_iters=2", "--warmup_iters=1")
+    edit_state(out, flags=state_of(out)["flags"] | {"mlp": "relu"})
+    train.main([f"--out_dir={out}", "--init_from=resume", "--max_iters=3"])
+    assert state_of(out)["step"] == 3
+
+
 @pytest.mark.parametrize("command", [train, sample])
 def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(command, run, monkeypatch, capsys):
     monkeypatch.setitem(retired.RETIRED, "old_idea", 0.5)

@@ -276,6 +276,12 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
         resolve(Config, {}, {"gone": 1}, "out/step_00000001")
 
 
+def test_a_flag_of_a_file_that_the_command_line_leaves_without_effect_has_its_default(tmp_path):
+    path = write(tmp_path / "c.py", "block = 'superblock'\nlayer = 'c.own_slots'\nmlp = 'swiglu'\n")
+    assert parse(Config, [path]).mlp == "swiglu"  # which decides how many slots there are
+    assert parse(Config, [path, "--n_slot=5"]).mlp == Config.mlp
+
+
 def test_retired_flags(tmp_path, monkeypatch):
     """At the value that the program has now they are dropped; the others are refused wherever they are set."""
     monkeypatch.setitem(retired.RETIRED, "old_idea", "skip")

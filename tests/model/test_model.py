@@ -522,7 +522,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"pos": "sinusoidal", "n_embd": 35, "n_head": 5}, ["pos=sinusoidal", "35"]),
     ({"window": 4, "window_pattern": "SX"}, ["window_pattern=SX"]),
     ({"block": "standard", "layer": "c"}, ["layer=c", "only with block=superblock"]),
-    ({"block": "superblock", "layer": "c+s.gelu", "mlp": "relu"}, ["mlp=relu", "or slots with a softmax and n_slot=0"]),
+    ({"block": "superblock", "layer": "c+s.gelu", "mlp": "relu"}, ["mlp=relu", "slots with a softmax and n_slot=0"]),
     ({"n_expert": 4, "n_expert_active": 7}, ["n_expert_active=7", "n_expert=4", "lower it"]),
     ({"n_expert": 4, "n_dense_layer": 2}, ["n_expert=4", "used only with"]),
     ({"block": "superblock", "layer": "c,e"}, ["n_expert=0", "set n_expert"]),
