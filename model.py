@@ -1230,7 +1230,9 @@ def positions_in(docs: Tensors, t: Tensor) -> Tensor:
 def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
     """The dtype of a residual stream that begins with x."""
     narrow = ops.matmul_dtype(x)
-    return x.dtype if ops.wide_stream(cfg.fp32_residual, x.device, narrow) else narrow
+    if ops.wide_stream(cfg.fp32_residual, x.device, narrow):
+        return x.dtype
+    return narrow
 
 
 def check_initial(model: nn.Module):
@@ -1243,11 +1245,15 @@ def check_initial(model: nn.Module):
         for name, p in module.named_parameters(recurse=False):
             if p.dim() == 0:
                 raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
-            if name not in declared or p._version > 0 and not drawn:
-                fault = "is written in __init__" if name in declared else "begins with no declared values"
+            fault = ""
+            if name not in declared:
+                fault = "begins with no declared values;"
+            elif p._version > 0 and not drawn:
+                fault = "is written in __init__; instead,"
+            if fault:
                 value = "Normal(0.02)" if p.dim() > 1 else "0.0"
                 remedy = f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or others'
-                raise ValueError(f"{path}.{name} {fault}; {remedy}")
+                raise ValueError(f"{path}.{name} {fault} {remedy}")
         for name, value in declared.items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")

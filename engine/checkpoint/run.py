@@ -15,7 +15,6 @@ from torch import Tensor
 
 from data import lock
 from data.dataset import TokenStream
-from data.errors import require
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
@@ -92,8 +91,9 @@ def check_same_model(cfg, flags: dict, path: Path):
     for flag in fields(ModelConfig):
         old = flags.get(flag.name, flag.default)  # a flag that the file does not know had its default value
         new = getattr(cfg, flag.name)
-        fact = f"{flag.name}={new} differs from {old} in {path}"
-        require(flag.name in free or old == new, f"{fact}; leave it out, or start from scratch in another --out_dir")
+        if old != new and flag.name not in free:
+            fact = f"{flag.name}={new} differs from {old} in {path}"
+            raise ValueError(f"{fact}; leave it out, or start from scratch in another --out_dir")
 
 
 def layout(cfg) -> dict[str, tuple]:

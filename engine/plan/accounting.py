@@ -47,8 +47,10 @@ def flops(model: Model, T: int, source: int = 0) -> int:
 
 
 def read_share(m: Linear, cfg) -> Fraction:
-    """How much of the weight a token reads."""
-    return Fraction(cfg.n_expert_active, cfg.n_expert) if isinstance(m, ExpertLinear) else Fraction(1)
+    """The share of the weight that a token reads."""
+    if isinstance(m, ExpertLinear):
+        return Fraction(cfg.n_expert_active, cfg.n_expert)
+    return Fraction(1)
 
 
 def n_read(model: Model) -> int:
