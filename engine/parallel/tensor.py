@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.objective import objective_class
-from model import ExpertLinear, Linear, heads_of, hidden_units, stream_dtype
+from model import ExpertLinear, Linear, Neighbours, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 collectives = torch.ops._c10d_functional
@@ -143,6 +143,8 @@ def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: 
         fused = getattr(module, "fused", None)
         if fused and fused[0] % n:
             raise ValueError(f"tp={n} does not divide the {fused[0]} groups of rows of {name}; set another tp")
+        if isinstance(module, Neighbours) and ".sums." not in name:
+            raise ValueError(f"tp={n} cuts the stream along T where {name} reads it; put it into a sum, or set tp=1")
     for name, dim in cuts.items():
         if dim is not None:
             keep_slice(model, name, dim, rank, n)

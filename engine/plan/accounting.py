@@ -30,7 +30,8 @@ class Work:
 
 def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
-    reads (the head counts, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
+    reads (head and convolutions count, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311,
+    appendix B)."""
     total = sum(6 * m.weight.numel() * T for m in model.modules() if isinstance(m, Convolution))
     for name, m in model.named_modules():
         if isinstance(m, Linear):

@@ -173,7 +173,7 @@ def reach(model: Model) -> int:
     read = [[m for m in each.children() if isinstance(m, M.Heads) and m.reader.source == "context"] for each in sums]
     windows = [[m.window for m in readers] for readers in read]
     seen = sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
-    return seen + sum(each.conv.earlier.reach for each in sums if each.conv is not None)
+    return seen + sum(m.reach for m in model.blocks.modules() if isinstance(m, M.Neighbours))
 
 
 def within(docs, of_changed, place: int) -> torch.Tensor:

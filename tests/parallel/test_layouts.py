@@ -114,10 +114,10 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
         "ddp, experts": (SIGMOID, []),
         "pp": (STANDARD, LAYOUTS["pp"]),
         "pp, simplified": (SIMPLIFIED, LAYOUTS["pp"]),
-        "ep": ([*EXPERTS, *MUON], LAYOUTS["ep"]),
+        "ep": ([*EXPERTS, *MUON, "--conv=3"], LAYOUTS["ep"]),
         "fsdp+ep, kept": ([*EXPERTS, *MUON, *RECOMPUTED, "--fsdp_reshard=False"], [*FSDP, "--ep=2"]),
         "pp, llama": ([*GATED, *MUON, "--n_layer=4"], LAYOUTS["pp"]),
-        "pp, layers": ([*LAYERS, "--n_layer=5", *SELECTED, "--ema_decay=0.9"], LAYOUTS["pp"]),
+        "pp, layers": ([*LAYERS, "--n_layer=5", "--conv=4", *SELECTED, "--ema_decay=0.9"], LAYOUTS["pp"]),
         "pp, experts": ([*EXPERTS, *MUON], LAYOUTS["pp"]),
     }),
     "meshes": (4, {
