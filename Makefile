@@ -31,7 +31,7 @@ quick: .venv/ready-test
 
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.compare --out=out/baselines --seeds=3 --jobs=2 --sweep=muon_lr=0.005,0.01,0.02 \
-		--common="config/train_pycode.py --block=superblock" \
+		--common="config/train_pycode.py --block=superblock --dtype=float32" \
 		--run="--layer=c,p --conv=0" --run="--layer=c,p" --run="--layer=c+p --conv=0" --run="--layer=c+p" \
 		--run="--layer=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2" --run="--layer=c.none+p --n_layer=6 --mlp_ratio=2"
 

@@ -1,6 +1,6 @@
 # GPT-2 small's size, data and batch with later inventions: RoPE, RMSNorm, normed q and k, squared ReLU, Muon, a
-# constant learning rate with a linear decay at the end, and what helps the small models of docs/superblock.md: one sum
-# per layer with a short convolution. 124 M parameters, 9.8 B tokens. Not yet measured.
+# constant learning rate with a linear decay at the end, and what docs/superblock.md found: a short convolution helps,
+# and beside it one sum per layer costs nothing. 124 M parameters, 9.8 B tokens. Not yet measured.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
 out_dir = "out/gpt2_modern"
 dataset = "openwebtext"
