@@ -436,6 +436,7 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
     (2, ["--cp=2", "--objective=masked"], "cp=2 needs objective=causal, and it is masked"),
     (3, ["--cp=3"], "cp=3, two pieces .* tp=1 do not divide block_size=16; set --block_size=18"),
     (2, ["--ep=2", "--n_expert=3"], "ep=2 does not divide n_expert=3"),
+    (2, ["--ep=2", "--n_expert=2", *SELECTED], "activation_checkpoint=selective does not go with ep=2; use full"),
     (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 does not divide the 2 data-parallel ranks"),
     (3, ["--pp=3"], "pp=3 .* n_layer=2; set pp lower"),
     (2, ["--batch_ramp=2:5,3:9"], "batch_ramp=2:5,3:9 is divided among the 2 .*; set multiples of 2"),
