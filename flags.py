@@ -91,11 +91,12 @@ def unused(cfg: Flags) -> list[str]:
 
 
 def rests_on(cfg: Flags, name: str) -> list[str]:
-    """The flags that decide whether this one has an effect. Facts follow from block and layer."""
-    words = re.findall(r"\w+", " ".join(documented(type(cfg))[name].rules))
-    if any(fact(cfg, word) for word in words):
-        words += ["block", "layer"]
-    return [word for word in dict.fromkeys(words) if word in cfg.__dataclass_fields__]
+    """The flags that decide whether this one has an effect. Facts follow from block and from its layers."""
+    terms = re.split(" and | or ", " and ".join(documented(type(cfg))[name].rules))
+    names = [TERM.fullmatch(term)[1] for term in terms]
+    if any(fact(cfg, name) for name in names):
+        names += ["block", "layer" if cfg.block == "superblock" else "n_dense_layer"]
+    return [name for name in dict.fromkeys(names) if name in cfg.__dataclass_fields__]
 
 
 def fact(cfg: Flags, name: str) -> str | None:

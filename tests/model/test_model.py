@@ -524,7 +524,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"block": "standard", "layer": "c"}, ["layer=c", "only with block=superblock"]),
     ({"block": "superblock", "layer": "c+s.gelu", "mlp": "relu"}, ["mlp=relu", "slots with a softmax and n_slot=0"]),
     ({"n_expert": 4, "n_expert_active": 7}, ["n_expert_active=7", "n_expert=4", "lower it"]),
-    ({"n_expert": 4, "n_dense_layer": 2}, ["n_expert=4", "used only with"]),
+    ({"n_expert": 4, "n_dense_layer": 2}, ["n_expert=4", "used only with", "or block or n_dense_layer"]),
     ({"block": "superblock", "layer": "c,e"}, ["n_expert=0", "set n_expert"]),
     (JOINT | {"doc_mask": True, "pos": "rope"}, ["doc_mask=True", "pos=rope", "layer=", "use own_slots"]),
     ({"conv": 1}, ["conv=1: used only with conv!=1"]),
