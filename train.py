@@ -165,7 +165,8 @@ class Run:
             return Silent()
         metrics = Metrics(cfg, self.work, self.ranks.device, self.step, self.samples * cfg.block_size)
         cleanup.callback(metrics.close)
-        dump(cfg, Path(cfg.out_dir, "config.new"))
+        once = ["init_from"] if cfg.init_from == "resume" else []  # config.py begins a run like this one
+        dump(cfg, Path(cfg.out_dir, "config.new"), once)
         run_state.replace_flags(Path(cfg.out_dir), self.step)
         if self.data.tokenizer:
             self.data.tokenizer.save(Path(cfg.out_dir))  # a bpe's file, so that sampling does not need the data

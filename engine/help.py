@@ -1,6 +1,7 @@
 """Flags as text: what --help prints, and the config file that a run leaves in its folder."""
 
 import textwrap
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
@@ -48,10 +49,11 @@ def help_lines(cls: type, name: str) -> list[str]:
     return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]
 
 
-def dump(cfg: Any, path: str | Path):
-    """Write a config file that sets the same flags; flags without an effect become comments. The write is atomic."""
+def dump(cfg: Any, path: str | Path, once: Iterable[str] = ()):
+    """Write a config file that sets the same flags. Those without an effect, and those that were meant this one time,
+    become comments. The write is atomic."""
     lines = []
-    idle = unused(cfg)
+    idle = {*unused(cfg), *once}
     for section, flags in groupby(documented(type(cfg)).items(), lambda item: item[1].section):
         lines += ["", f"# --- {section}"]
         for name, flag in flags:

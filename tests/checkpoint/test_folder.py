@@ -150,4 +150,5 @@ def test_earlier_flags_stay(run):
         assert {path.name for path in folder.glob("config*")} == {"config.py", "config_00000004.py"}
     rates = [parse(Config, [str(folder / name)]).learning_rate for name in ("config.py", "config_00000004.py")]
     assert rates == [5e-3, 1e-2]
+    assert parse(Config, [str(folder / "config.py")]).init_from == "scratch"  # with another out_dir, it is a new run
     assert checkpoint.find(folder).name == "step_00000006"
