@@ -21,7 +21,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -103,7 +103,10 @@ def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
     found = {}
     theirs = getattr(cls, "NANOGPT", {})
     for spelling, value, place in settings:
-        for name, ours in theirs.get((spelling, value), {spelling: value}).items():
+        ours_by_name = {spelling: value}
+        if isinstance(value, Hashable):  # a JSON file may have a list
+            ours_by_name = theirs.get((spelling, value), ours_by_name)
+        for name, ours in ours_by_name.items():
             if not is_retired(cls, name, ours, place):
                 found[name] = Setting(name, convert(cls, name, ours, place), place)
     return found

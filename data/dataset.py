@@ -210,9 +210,11 @@ def read_meta(folder: Path) -> dict:
         require(_is_count(meta["vocab_size"], 1), f"vocab_size must be a number from 1 to {MAX_VOCAB_SIZE}")
         known = meta.get("eot") is None or _is_count(meta["eot"], 0, meta["vocab_size"] - 1)
         require(known, "eot must be an id below vocab_size")
-        names = [shard["name"] for split in meta.get("splits", {}).values() for shard in split["shards"]]
-        for name in names:  # which must not lead out of the folder
-            require(name.isprintable() and Path(name).name == name, f"{name!r} is no file name")
+        for split in meta.get("splits", {}).values():
+            for shard in split["shards"]:
+                name = shard["name"]  # which must not lead out of the folder
+                require(name.isprintable() and Path(name).name == name, f"{name!r} is no file name")
+                require(_is_count(shard.get("max_token", 0), 0), f"max_token of {name} must be an id")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise problem(path, f"cannot be used ({type(e).__name__}: {e})") from e
     return meta

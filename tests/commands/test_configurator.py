@@ -272,6 +272,9 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     assert cfg.sources == {name: place for name, _, place in given.values()}
     switched = resolve(Config, read_flags(Config, [path, "--pos=alibi"]), stored)  # rope_theta is not the user's
     assert (switched.pos, switched.rope_theta, switched.n_layer) == ("alibi", Config.rope_theta, 3)
+    for wrong in ([0.0], {}, None):
+        with pytest.raises(ValueError, match=r"dropout=.* \(out/step_00000001\): expected float"):
+            resolve(Config, {}, stored | {"dropout": wrong}, "out/step_00000001")
     with pytest.raises(ValueError, match=r"gone=1 \(out/step_00000001\): no such flag"):
         resolve(Config, {}, {"gone": 1}, "out/step_00000001")
 
@@ -280,6 +283,10 @@ def test_a_flag_of_a_file_that_the_command_line_leaves_without_effect_has_its_de
     path = write(tmp_path / "c.py", "block = 'superblock'\nlayer = 'c.own_slots'\nmlp = 'swiglu'\n")
     assert parse(Config, [path]).mlp == "swiglu"  # which decides how many slots there are
     assert parse(Config, [path, "--n_slot=5"]).mlp == Config.mlp
+    path = write(tmp_path / "d.py", "balance_rate = 0.01\n")  # [router_balance=bias], which is not --bias
+    for flags in ([path], [path, "--bias=True"]):
+        with pytest.raises(ValueError, match="balance_rate=0.01 .* change n_expert or router_balance$"):
+            parse(Config, flags)
 
 
 def test_retired_flags(tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ META = [
     *({"vocab_size": 5, "splits": splits} for splits in ([], {"train": []}, {"train": {"shards": 3}})),
     *({"vocab_size": 5, "splits": {"train": {"shards": [SHARD | change]}}} for change in (
         {"name": ""}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"}, {"name": None},
-        {"tokens": 2}, {"max_token": 5},
+        {"tokens": 2}, {"max_token": 5}, {"max_token": None},
     )),
     {"vocab_size": 5, "tokenizer": {"kind": "byte"}},
     {"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}},
