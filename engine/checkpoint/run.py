@@ -86,14 +86,17 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
 
 
 def check_same_model(cfg, flags: dict, path: Path):
-    """ValueError if cfg describes another model than these flags of the checkpoint in `path`."""
+    """ValueError if cfg describes another model or optimizer than these flags of the checkpoint in `path`."""
     free = {*FREE_ON_RESUME, *unused(cfg)}
-    for flag in fields(ModelConfig):
-        old = flags.get(flag.name, flag.default)  # a flag that the file does not know had its default value
-        new = getattr(cfg, flag.name)
-        if old != new and flag.name not in free:
-            fact = f"{flag.name}={new} differs from {old} in {path}"
+    for name in [flag.name for flag in fields(ModelConfig)] + ["optimizer"]:
+        old = flags.get(name, getattr(type(cfg), name))  # a flag that the file does not know had its default value
+        new = getattr(cfg, name)
+        if old != new and name not in free:
+            fact = f"{name}={new} differs from {old} in {path}"
             raise ValueError(f"{fact}; leave it out, or start from scratch in another --out_dir")
+    if cfg.ema_decay and not flags.get("ema_decay"):
+        fact = f"ema_decay={cfg.ema_decay} differs from 0.0 in {path}, which has no average to go on from"
+        raise ValueError(f"{fact}; leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere")
 
 
 def layout(cfg) -> dict[str, tuple]:

@@ -146,6 +146,15 @@ def test_in_every_layout(run, many):
     assert metrics(again)[0]["val_loss"] == pytest.approx(metrics(two / "tp")[-1]["val_loss"], rel=1e-9)
 
 
+@pytest.mark.parametrize("flag, words", [
+    ("optimizer=muon", "optimizer=muon differs from adamw in "), ("n_head=4", "n_head=4 differs from 2 in "),
+    ("ema_decay=0.9", "ema_decay=0.9 differs from 0.0 in "),
+])  # fmt: skip
+def test_a_resume_that_needs_other_state_names_the_flag(flag, words, source, capsys):
+    again = [f"--out_dir={source}", "--init_from=resume", "--max_iters=9"]
+    refused(train.main, [*again, f"--{flag}"], capsys, [words, "leave it out, or "])
+
+
 def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     text = "".join(chr(1000 + i) for i in range(257)) * 2
     write_text(tmp_path / "chars", CharTokenizer(text), text)
