@@ -22,9 +22,10 @@ from configurator import parse
 from data.errors import command, require, user_errors
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
+from engine.config import Config
 from engine.device import resolve_device
 from engine.text import prompt_ids, read_prompt
-from flags import Flags
+from flags import Flags, refuse
 from tools.curves import GREY, MATPLOTLIB, require_matplotlib, save
 from tools.heads import contextual_mlp, reader_of, visible
 
@@ -171,6 +172,25 @@ def picture(units: list[Unit], title: str):
     return figure
 
 
+def read_texts(cfg: LensConfig, flags: Config, tokenizer: Tokenizer) -> tuple[list[int], list[int] | None]:
+    """The ids of the text and of the encoder's text. In a model of pairs, end-of-text begins the target and ends the
+    source, as in training."""
+    text = prompt_ids(tokenizer, read_prompt(cfg.start))
+    source = None
+    if flags.objective == "seq2seq":
+        require(cfg.source, "--source is missing; give the text that the encoder reads")
+        source = prompt_ids(tokenizer, cfg.source)
+        if flags.pairs is True:
+            text = [tokenizer.eot, *text]
+            source = [*source, tokenizer.eot]
+    elif cfg.source:
+        refuse(cfg, "source", f"a model of objective={flags.objective} has no encoder; leave it out")
+    limit = flags.block_size
+    for name, ids in (("start", text), ("source", source or [])):
+        require(len(ids) <= limit, f"{name}: {len(ids)} tokens do not fit in block_size={limit}; shorten it")
+    return text, source
+
+
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg = parse(LensConfig, argv, doc=__doc__)
@@ -178,10 +198,11 @@ def main(argv: list[str] | None = None):
             require_matplotlib()
         device = resolve_device(cfg.device)
         path, model, tokenizer = weights.alone(cfg.out_dir, device, torch.float32)
-        idx = torch.tensor(prompt_ids(tokenizer, read_prompt(cfg.start)), device=device)
+        text, source_text = read_texts(cfg, model.cfg, tokenizer)
+        idx = torch.tensor(text, device=device)
         source = None
-        if cfg.source:
-            source = torch.tensor(prompt_ids(tokenizer, cfg.source), device=device)
+        if source_text is not None:
+            source = torch.tensor(source_text, device=device)
         position = len(idx) - 1 if cfg.position == -1 else cfg.position
         of_reader = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
         units, n, together = read_units(model, tokenizer, idx, *of_reader)

@@ -5,6 +5,7 @@ import torch
 from helpers import refused
 from models import build
 from test_contextual import sharp, text
+from test_pairs import prepared
 
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from tools import lens
@@ -101,6 +102,15 @@ def test_units_have_the_names_of_what_is_read(run, capsys):
         assert not any("nan" in line for line in lines)  # in attn2, nothing may pass the relu
 
 
+def test_a_model_of_pairs_reads_end_of_text_where_it_did_in_training(run, tmp_path, capsys):
+    flags = [f"--dataset={prepared(tmp_path)}", "--objective=seq2seq", "--block_size=24"]
+    out = run(*SHORT, *flags)
+    capsys.readouterr()
+    lines = output(capsys, f"--out_dir={out}", "--start=b", "--source=one", "--reader=cross")
+    assert "head 0, query 1 'b': 4 units" in lines[0]
+    assert [line.split("  ")[0] for line in lines[2:]] == ["0 'o'", "1 'n'", "2 'e'", "3 '<|endoftext|>'"]
+
+
 def test_the_text_and_the_picture(trained, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
     file = tmp_path / "head.png"
@@ -114,7 +124,7 @@ def test_wrong_flags(trained, capsys):
         ([], ["--start is missing", "give a text"]),
         (["--start=x", "--reader=mlp2"], ["reader=mlp2", "it has attn, mlp"]),
         (["--start=abcdefghijklmnopq"], ["17 tokens", "block_size=16"]),
-        (["--start=x", "--source=y"], ["objective=seq2seq", "source"]),
+        (["--start=x", "--source=y"], ["source=y", "objective=causal has no encoder; leave it out"]),
         (["--start=x", "--out=a.jpg"], ["out=a.jpg", ".png or .svg"]),
     ):
         refused(lens.main, [f"--out_dir={trained}", *flags], capsys, words)
