@@ -340,14 +340,15 @@ def test_match_flops(fake):
     assert abs(flops[1] / flops[0] - 1) < 1 / steps
 
 
-@pytest.mark.parametrize(
-    "text,unit", [("--n_layer=5", 2), ("--n_layer=1 --n_head=4", 4), ("--n_layer=3 --pos=rope", 4)]
-)
+@pytest.mark.parametrize("text,unit", [
+    ("--n_layer=5", 2), ("--n_layer=1 --n_head=4", 4), ("--n_layer=3 --pos=rope", 4),
+    ("--n_layer=3 --pos=sinusoidal --n_head=1", 2),
+])  # fmt: skip
 def test_match_parameters(text, unit, fake):
     """The nearest of all widths, found by trying each."""
     first, second = runs(fake, "--match=parameters", texts=["", text], common="--n_embd=64")
     layers = second.cfg.n_layer
-    table = 16 * (second.cfg.pos == "rope")  # rows of learned positions that it does not have
+    table = 16 * (second.cfg.pos != "learned")  # rows of learned positions that it does not have
 
     def of(width: int) -> int:
         return parameters(layers, width) - table * width
@@ -355,6 +356,15 @@ def test_match_parameters(text, unit, fake):
     near = min(range(unit, 300, unit), key=lambda width: abs(of(width) - parameters(2, 64)))
     assert second.cfg.n_embd == second.changed["n_embd"] == near
     assert second.costs == (of(near), flops_per_token(layers, near), *first.costs[2:])
+
+
+def test_match_parameters_where_a_larger_width_has_fewer(fake):
+    """Where the width is a multiple of 64, so are the hidden units of gated experts."""
+    [run] = runs(fake, texts=[""], common="--n_embd=48 --n_head=4 --mlp=swiglu --n_expert=8")
+    wanted = run.costs_of("--n_embd=60").parameters
+    assert wanted > run.costs_of("--n_embd=64").parameters
+    run.match_parameters(wanted)
+    assert run.cfg.n_embd == 60
 
 
 def test_match_seconds(fake, monkeypatch, capfd):

@@ -86,15 +86,16 @@ class Run:
         """Set n_embd to the width with which the number of parameters is nearest to `wanted`."""
         width = self.cfg.n_embd
         unit = self.cfg.n_head
-        if self.cfg.pos == "rope":
-            unit *= 2  # heads of even size
+        if self.cfg.pos in ("rope", "sinusoidal"):
+            unit *= 2  # heads, or the stream, of even size
 
         def parameters(n_embd: int) -> int:
             return self.costs_of(f"--n_embd={n_embd}").parameters
 
         widths = range(width % unit or unit, 16 * width, unit)
         larger = bisect_left(widths, wanted, key=parameters)  # or the end
-        near = widths[max(larger - 1, 0) : larger + 1]
+        some = 1 + 64 // unit  # where the width is a multiple of 64, hidden units are too, and may be fewer
+        near = widths[max(larger - some, 0) : larger + some]
         self.change("n_embd", min(near, key=lambda n_embd: abs(parameters(n_embd) - wanted)))
         self.update()
 
