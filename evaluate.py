@@ -127,7 +127,8 @@ def evaluate_text(
     `file`. Every rank calls it."""
     flags = found.config(**machine)
     limit = flags.block_size
-    require(cfg.block_size <= limit, f"block_size={cfg.block_size} is more than the model's {limit}; lower it")
+    fact = f"block_size={cfg.block_size} is more than the model's {limit}"
+    require(cfg.block_size <= limit, f"{fact}; lower it, or use other data")
     shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
     memory.check_batch(shorter, ranks.device, ranks.size)
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)

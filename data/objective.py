@@ -271,7 +271,8 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
 def settle_pairs(cfg, data: DataSet) -> None:
     """Replaces cfg.pairs=auto by what the data are. ValueError if they, or other flags, do not go with cfg.pairs."""
     if cfg.pairs is True and not data.pairs:
-        raise ValueError(f"pairs=True, but dataset={cfg.dataset} has no mask of targets; prepare it with --pairs")
+        fact = f"pairs=True, but dataset={cfg.dataset} has no mask of targets"
+        raise ValueError(f"{fact}; prepare it with --pairs, or set pairs=False")
     if cfg.pairs == "auto":
         cfg.pairs = data.pairs
     if cfg.pairs:

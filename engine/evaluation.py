@@ -86,7 +86,7 @@ def byte_lengths(cfg, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
     token_bytes = None
     reason = "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR to a folder that all share"
     if cfg.objective != "causal":
-        reason = f"objective={cfg.objective} restores only a part of the text"
+        reason = f"objective={cfg.objective} does not predict the whole text"
     elif data.tokenizer is None:
         reason = f"{data.folder} has no tokenizer in a meta.json"
     else:

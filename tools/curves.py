@@ -92,7 +92,7 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
 def points(run: Run, cfg: PlotConfig, y: str) -> dict[int, tuple[float, float]]:
     """step -> (x, y) of all rows that have y; both are means of cfg.smooth rows that end at this step."""
     rows = [row for row in run.rows if isinstance(row.get(y), (int, float))]
-    require(rows, f"{run.folder}/metrics.jsonl has no number {y}; name one of its figures with --y, such as val_loss")
+    require(rows, f"{run.folder}/metrics.jsonl has no number {y!r}; name one of its figures with --y, such as val_loss")
     n = 1 if y in EVALUATED else cfg.smooth
     require(n <= len(rows), f"smooth={n} is more than the {len(rows)} logged steps of {run.folder}; set it lower")
     values = places(run, cfg.x, rows), [float(row[y]) for row in rows]

@@ -44,8 +44,6 @@ class Own(Family):
         return asdict(resolve(ModelConfig, {}, config["flags"], "config.json"))
 
     def config(self, cfg: ModelConfig) -> dict:
-        fact = f"objective={cfg.objective} cannot be exported"
-        require(cfg.objective == "causal", f"{fact}; AutoModelForCausalLM is causal")
         places = {"AutoConfig": "modeling_superblock.SuperblockConfig"}
         places["AutoModelForCausalLM"] = f"modeling_superblock.{self.architecture}"
         return {"architectures": [self.architecture], "auto_map": places, "flags": asdict(cfg)}
@@ -218,6 +216,8 @@ def write_hf(
     """Write config.json, generation_config.json and model.safetensors of a model with these flags into the folder.
     weight(name) is our parameter, or None for a bias that only the family has, which is then 0. ValueError if no family
     has the flags and keeps the tokenizer's ids."""
+    fact = f"objective={cfg.objective} cannot be exported"
+    require(cfg.objective == "causal", f"{fact}, as AutoModelForCausalLM is causal; export a model of objective=causal")
     family, kind = OWN, "superblock"
     if not remote_code:
         family, kind, cfg = choose(cfg, tokenizer)

@@ -167,7 +167,7 @@ def test_refusals(make, tmp_path, capsys):
         ([], "expected the folders"),
         ([a, "s3://bucket/run"], "s3://bucket/run: an address; give the path"),
         ([tmp_path / "NONE"], "has no metrics.jsonl; give the out_dir"),
-        ([a, "--y=nope"], "metrics.jsonl has no number nope; name one"),
+        ([a, "--y=nope"], "metrics.jsonl has no number 'nope'; name one"),
         ([a, "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
         ([a, "--out=plot.txt"], "Format 'txt' is not supported (supported formats: "),
         ([old, "--x=flops"], "metrics.jsonl has no logged step with flops; set --x=steps"),
