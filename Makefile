@@ -2,7 +2,7 @@
 # make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: an export in a task of lm-eval, and a run in wandb. Both packages have an environment of their own.
-# make baselines: the first table of docs/baselines.md, blocks with rates of their own: 70 minutes; a stopped call goes on.
+# make baselines: rows A of docs/baselines.md, blocks with rates of their own: 75 minutes; a stopped call goes on.
 # make gpu: on a machine with a GPU: is all computed as on the CPU in float64, and how fast does GPT-2 train?
 # All need only a Python >= 3.10 with pip, write nothing outside this folder but caches, and skip what is already done.
 
@@ -30,10 +30,11 @@ quick: .venv/ready-test
 		tests/model/test_references.py tests/training/test_golden.py
 
 baselines: .venv/ready-test data/pycode/meta.json
-	$(BIN)/python -m tools.compare --out=out/baselines --seeds=3 --jobs=2 --sweep=muon_lr=0.005,0.01,0.02 \
+	$(BIN)/python -m tools.compare --out=out/baselines --seeds=3 --jobs=2 --sweep=muon_lr=0.01,0.02 \
 		--common="config/train_pycode.py --block=superblock --dtype=float32" \
 		--run="--layer=c,p --conv=0" --run="--layer=c,p" --run="--layer=c+p --conv=0" --run="--layer=c+p" \
-		--run="--layer=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2" --run="--layer=c.none+p --n_layer=6 --mlp_ratio=2"
+		--run="--layer=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2" --run="--layer=c.none+p --n_layer=6 --mlp_ratio=2" \
+		--run="--block=simplified_parallel --conv=0" --run=--block=simplified_parallel
 
 gpu: .venv/ready-test
 	$(BIN)/python -m pytest -m gpu --device=cuda
