@@ -17,13 +17,10 @@ length: its windows of block_size tokens follow one another without overlap, and
 if the tokenizer puts one before a text, is predicted once. Tasks such as hellaswag are lm-eval's: docs/interchange.md.
 """
 
-import signal
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
-    from engine import limit_spinning
+    from engine import start
 
-    limit_spinning()
+    start()
 
 import json
 import math
@@ -83,7 +80,8 @@ class EvaluateConfig(Flags):
 
 
 class Evaluated(NamedTuple):
-    """What is evaluated: its name, batches, and the bytes of each token (V,) or why they are not known."""
+    """What is evaluated: its name, batches, the bytes of each token (V,) or why they are not known, and with --answers
+    the stream of pairs."""
 
     name: str
     batches: Iterable[dict[str, Tensor]]
@@ -108,7 +106,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     """The split of the data set, in the windows that train.py evaluates."""
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
-    data, objective, _ = open_with_objective(flags)
+    data, objective = open_with_objective(flags)
     found.check_tokenizer(data.tokenizer, flags.dataset)
     stream = data.split(cfg.split)
     batches = eval_batches(
@@ -120,7 +118,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), pairs)
 
 
-def evaluate_text(
+def evaluate(
     cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights, file: BinaryIO | None
 ) -> dict:
     """The figures of a model on a data set, or on `text` if cfg.file is set. With cfg.answers, the answers go to
@@ -179,7 +177,7 @@ def main(argv: list[str] | None = None):
         if cfg.answers:
             answers = new_file(Path(cfg.answers).expanduser())  # a place that cannot be written is refused now
         with answers as file:
-            figures = weights.read(cfg.out_dir, lambda found: evaluate_text(cfg, ranks, machine, text, found, file))
+            figures = weights.read(cfg.out_dir, lambda found: evaluate(cfg, ranks, machine, text, found, file))
     if ranks.rank == 0:
         show(cfg, figures)
     leave()

@@ -16,11 +16,10 @@ Face's generate. Samples go to stdout, everything else to stderr; on a terminal 
 import signal
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGPIPE):  # Ctrl-C (also during the imports) and `| head` end it silently
-        signal.signal(number, signal.SIG_DFL)
-    from engine import limit_spinning
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently, as Ctrl-C does
+    from engine import start
 
-    limit_spinning()
+    start()
 
 import sys
 import time
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from configurator import parse
 from data.errors import command, require, user_errors
-from data.objective import OBJECTIVE
+from data.objective import objective_of
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.config import Config
@@ -107,14 +106,8 @@ def choose(logits: Tensor, cfg: SampleConfig, generator: torch.Generator) -> Ten
     return torch.multinomial(distribution(logits, cfg), 1, generator=generator)[:, 0]
 
 
-def check_flags(cfg: SampleConfig, kind: str, flags: Config):
-    """ValueError for a flag that the model does not allow. `kind` is the objective, or target."""
-    for name in cfg.sources.keys() & UNUSED[kind]:
-        refuse(cfg, name, f"has no effect on a model of objective={flags.objective}; leave it out")
-
-
 def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt, with the mask or the next sentinel in place of each blank. `kind` is as in check_flags."""
+    """The ids of the prompt, with the mask or the next sentinel in place of each blank. `kind` is a key of SAMPLER."""
     if kind == "causal":
         return prompt_ids(tokenizer, prompt)
     flag = f"start={prompt[:40]!r}"
@@ -125,8 +118,7 @@ def read_ids(cfg: SampleConfig, kind: str, flags: Config, tokenizer: Tokenizer, 
         V = tokenizer.vocab_size
         blanks = [V] * limit
         if kind == "seq2seq":
-            objective = OBJECTIVE[kind](V, tokenizer.eot, limit, False, flags.corrupt_ratio, flags.span_length)
-            blanks = list(range(V, V + objective.extra_ids - 1))
+            blanks = list(range(V, V + objective_of(flags, V, tokenizer.eot).extra_ids - 1))
         first, *others = prompt.split(cfg.blank)
         require(others, f"{flag} has no blank to fill; write {cfg.blank} for missing text, or set --blank")
         most = len(blanks)
@@ -234,7 +226,8 @@ def main(argv: list[str] | None = None):
         path, model, tokenizer = weights.alone(cfg.out_dir, device, dtype)
         memory.check_sampling(cfg, model.cfg, device)
         kind = "target" if model.cfg.objective == "seq2seq" and model.cfg.pairs is True else model.cfg.objective
-        check_flags(cfg, kind, model.cfg)
+        for name in cfg.sources.keys() & UNUSED[kind]:
+            refuse(cfg, name, f"has no effect on a model of objective={model.cfg.objective}; leave it out")
         if kind == "target" and "temperature" not in cfg.sources:
             cfg.temperature = 0.0
         ids = read_ids(cfg, kind, model.cfg, tokenizer, prompt)

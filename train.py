@@ -14,13 +14,11 @@ first one while no step is done yet.
 """
 
 import os
-import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the program without a traceback
-    from engine import limit_spinning
+    from engine import start
 
-    limit_spinning()
+    start()
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # fewer gaps in the memory of a GPU
 
@@ -51,7 +49,7 @@ from engine.metrics import Metrics, Silent, evaluation_text
 from engine.parallel.connection import environment, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
-from engine.plan import accounting, memory
+from engine.plan import accounting, memory, plan
 from engine.step import FIRST, Step, Watch, collect_garbage, tracing
 from engine.stop_signal import StopSignal
 from ops import wide_stream
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None):
             if cfg.plan:
                 return show_plan(cfg)
             environment()  # if it or the data are wrong, the run is refused before out_dir is looked at
-            data, objective, cfg.vocab_size = open_with_objective(cfg)
+            data, objective = open_with_objective(cfg)
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
             run_state.check_out_dir(cfg)
@@ -205,25 +203,23 @@ class Run:
             self.check_finite()
             if unequal := self.sharded.unequal_copies():
                 self.checkpoints.fail(f"at step {self.step}, {unequal}")
-            losses = self.evaluation.losses(self.stop)
-            if losses is None:
+            of_train, of_val = self.evaluation.losses(self.stop)
+            if of_val is None:
                 return None
-            of_train, of_val = losses
             figures = (self.step, of_train.nats, of_val.nats, of_val.bits)
             is_best = self.checkpoints.is_best(of_train.nats, of_val.nats)
             if self.cfg.eval_only and self.ranks.rank == 0:
                 print(evaluation_text(*figures))
-            with user_errors():
-                self.metrics.evaluation(*figures, is_best)
+            self.metrics.evaluation(*figures, is_best)
         return is_best
 
     def is_to_be_saved(self, is_best: bool | None, stopping: bool) -> bool:
         """Whether to save a checkpoint now, after an evaluation if `is_best` is not None."""
-        if self.step == self.checkpoints.last_step and not is_best:  # it is saved already
+        saved = self.step == self.checkpoints.last_step and not is_best
+        if saved or self.step == 0 and not stopping:
             return False
-        if stopping or self.step == 0:
-            return stopping
-        if self.step == self.cfg.max_iters or self.cfg.save_interval and self.step % self.cfg.save_interval == 0:
+        at_interval = self.cfg.save_interval and self.step % self.cfg.save_interval == 0
+        if stopping or at_interval or self.step == self.cfg.max_iters:
             return True
         return is_best is not None and (is_best or self.cfg.always_save_checkpoint)
 
@@ -275,8 +271,7 @@ class Run:
         progress = {"epochs": epochs} if len(epochs) > 1 else {"epoch": self.samples / self.loader.n_windows}
         if self.skipped:
             progress["skipped"] = self.skipped
-        with user_errors():
-            self.metrics.log(self.step, mean, lr, grad_norm.item(), self.samples * self.cfg.block_size, progress)
+        self.metrics.log(self.step, mean, lr, grad_norm.item(), self.samples * self.cfg.block_size, progress)
 
 
 def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
@@ -311,10 +306,8 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
 
 def show_plan(cfg: Config):
     """Print what the run would cost on cfg.world_size GPUs. Without --vocab_size it opens the data."""
-    from engine.plan import plan
-
     if cfg.vocab_size == 0:
-        _, _, cfg.vocab_size = open_with_objective(cfg)
+        open_with_objective(cfg)  # which settles it
     print(plan.report(plan.Plan(cfg)))
 
 

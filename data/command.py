@@ -1,4 +1,4 @@
-"""Shared by the commands of data/: flags, how they run, the training command to run next. Imports no numpy."""
+"""Shared by the commands of data/: flags, how they run, the training command to run next."""
 
 import argparse
 import os
@@ -20,14 +20,13 @@ CONFIGS = {  # data set -> the config file that trains on it
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that describes itself by `doc`. It raises ValueError for wrong arguments, of one line. The
-    scripts in a folder `here` have --out, by default this folder."""
+    """An argparse parser that describes itself by `doc`. It raises ValueError for wrong arguments, of one line. It has
+    --out, by default the script's folder, `here`."""
 
-    def __init__(self, doc: str, here: str = ""):
+    def __init__(self, doc: str, here: str):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
-        if here:
-            self.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
+        self.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
 
     def print_help(self, file=None):
         print(self.format_help(), end="", flush=True)  # argparse would keep silent about a full disk

@@ -49,7 +49,7 @@ def cut(text: str, length: int) -> Iterator[str]:
     yield text[start:]
 
 
-def together(text: str | Parts) -> str:
+def whole_text(text: str | Parts) -> str:
     """The text of a document, or those of a pair's parts joined."""
     return text if isinstance(text, str) else "".join(part for part, _ in text)
 
@@ -61,7 +61,7 @@ def make_jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         if document.text:
             job.append(document)
-            size += len(together(document.text))
+            size += len(whole_text(document.text))
         if size >= JOB_CHARACTERS or len(job) == JOB_DOCUMENTS:
             yield job
             job = []
@@ -100,7 +100,7 @@ def read_texts(source: Source) -> Iterator[str]:
     with progress_bar(sum(source.sizes)) as progress:
         for document in source.read():
             progress.update(document.position - progress.n)
-            yield together(document.text)
+            yield whole_text(document.text)
 
 
 @dataclass
@@ -170,7 +170,7 @@ class Corpus:
                     if self.limit and split == "train":
                         tokens = tokens[: self.limit - self.tokens("train")]
                     self.out.add(split, tokens, int(split in SPLITS))
-                self.specials += self.special in together(document.text)
+                self.specials += self.special in whole_text(document.text)
                 if self.out.unsaved:
                     self.out.save((document.file, document.row, document.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)

@@ -198,14 +198,14 @@ class Loader(Iterator):
 
     def windows(self, samples: np.ndarray) -> np.ndarray:
         """int64 global sample indices, any shape -> the windows of these samples, numbered through all sources."""
-        period = len(self.blend)
+        at = samples - self.since
+        rounds, place = np.divmod(at, len(self.blend))  # complete periods before a sample, and its place in one
         first = 0
         result = np.empty_like(samples)
-        at = samples - self.since
         for source, n in enumerate(self.counts):
-            count = np.cumsum(self.blend == source)  # samples of this source in the first 1, 2, ..., period samples
-            mine = self.blend[at % period] == source
-            own = at[mine] // period * count[-1] + count[at[mine] % period] - 1  # index within the source
+            count = np.cumsum(self.blend == source)  # samples of this source in the first 1, 2, ... of a period
+            mine = self.blend[place] == source
+            own = rounds[mine] * count[-1] + count[place[mine]] - 1  # index within the source
             result[mine] = first + order(self.before[source] + own, n, self.seed)
             first += n
         return result

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from data.errors import say, shortened
 
-without_locks: set[Path] = set()  # folders of which a line has said so
-
 
 @contextmanager
 def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
@@ -53,8 +51,6 @@ def _lock(file: int, folder: Path, flag: str, seconds: float) -> None:
                 raise ValueError(f"{fact}; wait for it, end it with kill, or choose another --{flag}") from None
             time.sleep(0.05)
         except OSError as error:
-            if folder not in without_locks:
-                fact = f"{folder} cannot be locked ({error.strerror})"
-                say(shortened(f"warning: {fact}; let no other process write there"))
-            without_locks.add(folder)
+            fact = f"{folder} cannot be locked ({error.strerror})"
+            say(shortened(f"warning: {fact}; let no other process write there"))
             return

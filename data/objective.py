@@ -2,7 +2,7 @@
 
     objective = OBJECTIVE["masked"](vocab_size=257, eot=256, block_size=1024)
     batch = objective(window, keys)          # window (B, T+1) int64, keys (B,) uint64 -> {name: tensor}
-    data, objective, vocab_size = open_with_objective(cfg)       # of a run
+    data, objective = open_with_objective(cfg)                   # of a run
     batch = PAIRS["causal"](...)(window, marks)                  # of pairs: both (B, n) int64, see pairs.py
 
 A batch holds arguments of Model.forward, by name: idx and targets; docs with doc_mask; source and source_docs for
@@ -245,27 +245,31 @@ def objective_class(cfg) -> type[Objective]:
     return (PAIRS if cfg.pairs is True else OBJECTIVE)[cfg.objective]
 
 
-def open_with_objective(cfg) -> tuple[DataSet, Objective, int]:
-    """(the data, the objective, vocab_size). The ids of the objective's own tokens follow those of the data. Settles
-    cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone."""
+def objective_of(cfg, vocab_size: int, eot: int | None) -> Objective:
+    """The objective of a run, on data with so many ids and this end-of-text."""
+    flags = cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
+    return objective_class(cfg)(vocab_size, eot, *flags)
+
+
+def open_with_objective(cfg) -> tuple[DataSet, Objective]:
+    """(the data, the objective). The ids of the objective's own tokens follow those of the data. Settles cfg.vocab_size
+    and cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone."""
     data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
     settle_pairs(cfg, data)
     if not data.meta and cfg.objective != "causal":
         fact = f"objective={cfg.objective} adds ids to the vocabulary, whose size dataset={cfg.dataset} does not record"
         raise ValueError(f'{fact}; write {{"vocab_size": N}} into a meta.json beside the shards')
     data_ids = data.meta.get("vocab_size", cfg.vocab_size)
-    settings = (cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length)
-    objective = objective_class(cfg)(data_ids, data.eot, *settings)
+    objective = objective_of(cfg, data_ids, data.eot)
     if cfg.pairs:
         data = replace(data, pack=objective.pack)
     needed = data_ids + objective.extra_ids
-    vocab_size = cfg.vocab_size or needed
-    if not cfg.vocab_size and needed > 1024:
-        vocab_size = -(-needed // 64) * 64  # large matrix products are faster with such sizes
-    if vocab_size < needed:
-        fact = f"vocab_size={vocab_size} has no room for the {needed} ids of the data and objective={cfg.objective}"
+    if cfg.vocab_size == 0:
+        cfg.vocab_size = needed if needed <= 1024 else -(-needed // 64) * 64  # by which large products are faster
+    if cfg.vocab_size < needed:
+        fact = f"vocab_size={cfg.vocab_size} has no room for the {needed} ids of the data and objective={cfg.objective}"
         raise ValueError(f"{fact}; set it to {needed} or more, or leave objective, corrupt_ratio and span_length out")
-    return data, objective, vocab_size
+    return data, objective
 
 
 def settle_pairs(cfg, data: DataSet) -> None:
@@ -278,7 +282,7 @@ def settle_pairs(cfg, data: DataSet) -> None:
     if cfg.pairs:
         fact = f"objective={cfg.objective} has no pairs, as dataset={cfg.dataset} has"
         require(cfg.objective in PAIRS, f"{fact}; set objective to causal or seq2seq, or pairs=False")
-        for name in {"corrupt_ratio", "span_length"} & getattr(cfg, "sources", {}).keys():
+        for name in {"corrupt_ratio", "span_length"} & cfg.sources.keys():
             fact = f"{name}={getattr(cfg, name)} has no effect on dataset={cfg.dataset}, which holds pairs"
             raise ValueError(f"{fact}; leave {name} out")
         cfg.doc_mask = True

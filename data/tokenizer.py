@@ -3,8 +3,8 @@
     char      one id for each character of the text, as in nanoGPT
     byte      the bytes of UTF-8, and end-of-text
     gpt2      GPT-2's, by tiktoken
-    bpe:N     byte-level BPE of N ids, trained on the text         both are a tokenizer.json, read
-    hf:DIR    the tokenizer.json of a model of Hugging Face        by the library `tokenizers`
+    bpe:N     byte-level BPE of N ids, trained on the text and kept as a tokenizer.json
+    hf:DIR    the tokenizer.json of a model of Hugging Face, which as that of bpe the library `tokenizers` reads
 
     tok = build("bpe:4096", lambda: texts)     # in a preparation; char and bpe are built from the texts
     tok.save(folder)
@@ -126,9 +126,8 @@ class HFTokenizer(Tokenizer):
         return cls(files.read_file(path, files.LARGEST_JSON), special, str(path))
 
     @classmethod
-    def load(cls, spec: dict, folder: Path | None, remedy: str) -> "HFTokenizer":
+    def load(cls, spec: dict, folder: Path, remedy: str) -> "HFTokenizer":
         """Reads the file that `save` wrote into `folder` or its parent, the out_dir of a checkpoint."""
-        folder = Path(folder or ".")
         path = stored(folder, cls.file)
         require(path, f"{folder} lacks the tokenizer's {cls.file}; copy it there from the data, or {remedy}")
         tokenizer = cls(files.read_file(path, files.LARGEST_JSON), spec["special"], str(path))

@@ -65,9 +65,10 @@ def try_compiler(device: torch.device):
         x = torch.ones(64, device=device)
         torch._inductor.compile(graph, [x])(x)
     except Exception as error:  # of many classes, and whichever it is, the run can do without
-        lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
-        last = next((line for line in reversed(lines) if "Error: " in line), lines[0])  # of a process's traceback
-        cause = next((line for line in lines if "error: " in line), last)  # the compiler's own words
+        lines = str(error).splitlines()
+        of_compiler = [line for line in lines if "error: " in line]  # of which the first one tells most
+        of_process = [line for line in lines if "Error: " in line]  # in a traceback, whose last line tells most
+        cause = [*of_compiler, *reversed(of_process), *filter(None, lines), type(error).__name__][0]
         # The CPU's kernels are in C++, and CUDA's need a C compiler to be started.
         compiler, variable = ("g++", "CXX") if device.type == "cpu" else ("gcc", "CC")
         remedy = f"install {compiler} and Python's headers, or name a compiler in the variable {variable}"
@@ -111,9 +112,9 @@ def choose_folder():
 
 
 def kind_of_kernels() -> str:
-    """A name that is the same where kernels can be shared, as a home is by machines: for a version of torch and of
-    Python, and for two things that torch.compile does not look at, although it compiles with -march=native: a setting
-    of ATEN_CPU_CAPABILITY, and the CPU's instructions."""
+    """The name of a folder whose kernels run here. Machines may share a home, and torch.compile, which compiles with
+    -march=native, looks neither at the CPU's instructions nor at ATEN_CPU_CAPABILITY. So the name has both, and the
+    versions of torch and Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -31,7 +31,7 @@ class Config(ModelConfig):
     seed: int = 1337  # for initial weights, the order of the data and dropout
     max_iters: int = 600000  # [>0] optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
-    eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and 100 of the training set)
+    eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and at most 100 of the training set)
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 0  # steps between logged steps, 0 = 1 on a CPU, elsewhere 10: logging waits for the device
     always_save_checkpoint: bool = True  # at every evaluation, not only at the end and if val loss improves
@@ -100,7 +100,7 @@ class Config(ModelConfig):
         "min_lr", "warmup_iters", "device", "dtype", "compile",
     ]  # fmt: skip
 
-    # The form of each flag that is a text, which its comment says in words.
+    # The forms of some flags that are texts. Their comments say them in words.
     FORMS: ClassVar[dict[str, str]] = {
         "dataset": r".*\S.*",
         "out_dir": r"(?!~).*\S.*",

@@ -163,8 +163,8 @@ def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak of memory so far, in bytes: allocated on the GPU, or resident in this process, of which Linux says at
-    least what the process that started it has held."""
+    """The peak of memory so far, in bytes: allocated on the GPU, or resident in this process, which in Linux begins
+    with the peak of the one that started it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -61,16 +61,18 @@ class Evaluation:
         self.streams = streams  # of train and val
         self.token_bytes, self.why_no_bytes = byte_lengths(cfg, data, sharded.ranks)
 
-    def losses(self, stop: StopSignal) -> tuple[Loss, Loss] | None:
+    def losses(self, stop: StopSignal) -> tuple[Loss | None, Loss | None]:
         """The losses on train and val, over cfg.eval_iters batches of all ranks together; 0 means the whole validation
-        set, and at most 100 batches of the training set. Returns None if the ranks agree to stop meanwhile."""
+        set, and at most 100 batches of the training set. That on val is None if the ranks agree to stop meanwhile."""
         val_batches = math.ceil(count_windows(self.streams["val"], self.cfg.block_size) / self.cfg.batch_size)
         self.sharded.model.eval()
         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
-        of_val = of_train and self.loss("val", self.cfg.eval_iters, stop)
+        of_val = None
+        if of_train is not None:
+            of_val = self.loss("val", self.cfg.eval_iters, stop)
         self.sharded.reshard_after_eval()
         self.sharded.model.train()
-        return of_val and (of_train, of_val)
+        return of_train, of_val
 
     def loss(self, split: str, n_batches: int, stop: StopSignal) -> Loss | None:
         cfg, ranks = self.cfg, self.sharded.ranks

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from data.errors import reason, say, shortened
+from data.errors import reason, say, shortened, user_errors
 from data.files import open_small, read_file, write_file, writing
 from engine.device import peak_memory_bytes
 
@@ -142,8 +142,8 @@ class Console:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # as in `| head`: save and stop, as after SIGTERM
-            caught = signal.SIGTERM, signal.SIGINT
-            if signal.SIG_DFL not in map(signal.getsignal, caught):  # else it stops, as by a Ctrl-C that also ended tee
+            handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+            if signal.SIG_DFL not in handlers:  # else one has come already, such as the Ctrl-C that also ended `| tee`
                 os.kill(os.getpid(), signal.SIGTERM)
         except OSError as error:  # the terminal is gone, or the disk is full
             say(f"warning: stdout: {error.strerror}; the run goes on, and metrics.jsonl has its figures")
@@ -197,8 +197,7 @@ class Metrics(Silent):
         self.path = folder / "metrics.jsonl"
         truncate_metrics(self.path, step)
         self.file = open(self.path, "a")
-        self.events = Events(folder, step)
-        self.loggers = [self.events]
+        self.loggers: list[Events | Wandb] = [Events(folder, step)]
         if cfg.wandb_log:
             self.loggers.append(Wandb(folder, cfg))
         self.console = Console(cfg.max_iters)
@@ -275,7 +274,7 @@ class Metrics(Silent):
     def write(self, step: int, kind: str, figures: dict):
         # A float's repr has all its digits. JSON has no nan and inf; they become null.
         figures = json.loads(json.dumps(figures), parse_constant=lambda word: None)
-        with writing(self.path):
+        with user_errors(), writing(self.path):
             self.file.write(json.dumps({"step": step, "kind": kind} | figures) + "\n")
             self.file.flush()
         numbers = {f"{kind}/{key}": x for key, x in figures.items() if isinstance(x, (int, float))}

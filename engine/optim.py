@@ -21,8 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.parallel.owners import Owners
-from engine.parallel.sharded import ShardedModel, load_biases, local
+from engine.parallel.owners import Owners, local
+from engine.parallel.sharded import ShardedModel, load_biases
 from model import ExpertLinear, Fused, Linear
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ class UpdateRule:
     """The base class of optimizers. Ranks may hold any part of a parameter, so a step treats each number alone, or
     gathers the parts as Muon does.
 
-    A subclass has two methods. new_state(p) makes the tensors that it keeps of a parameter, by name. update(group,
-    weights, grads, **state) makes a step, in place: it takes a list of tensors for the weights, for the gradients and
-    for each name of the state. group holds lr, betas and weight_decay.
+    A subclass has two methods. new_state(p), a static method, makes the tensors that it keeps of a parameter, by name.
+    update(group, weights, grads, **state) makes a step, in place: it takes a list of tensors for the weights, for the
+    gradients and for each name of the state. group holds lr, betas and weight_decay.
     """
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, ...]):
@@ -157,7 +157,7 @@ class Muon(UpdateRule):
 
     def __init__(
         self, weights: dict[nn.Parameter, Fused | None], lr: float, momentum: float, weight_decay: float,
-        owners: Owners | None = None, dtype: torch.dtype = torch.float32,
+        owners: Owners | None, dtype: torch.dtype,
     ):  # fmt: skip
         super().__init__([{"params": [*weights], "weight_decay": weight_decay}], lr, (momentum,))
         self.owners = owners
@@ -250,18 +250,18 @@ class Optimizer:
     """The optimizer of a run. parts maps each of its optimizers to its peak learning rate, relative to
     cfg.learning_rate; None leaves it as it is. All state exists from the start, so a checkpoint is loaded in place."""
 
-    def __init__(self, parts: dict[UpdateRule, float]):
+    def __init__(self, parts: dict[UpdateRule, float | None]):
         self.parts = parts
         self.param_groups: list[dict] = []  # in which a gradient scaler divides the gradients; loads are not scaled
         for part, ratio in parts.items():
             if ratio is not None:
+                for group in part.param_groups:
+                    group["ratio"] = ratio
                 self.param_groups += part.param_groups
 
     def set_lr(self, lr: float):
-        for part, ratio in self.parts.items():
-            if ratio is not None:
-                for group in part.param_groups:
-                    group["lr"] = lr * ratio
+        for group in self.param_groups:
+            group["lr"] = lr * group["ratio"]
 
     def step(self):
         for part in self.parts:
@@ -286,7 +286,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     others = defaultdict(list)  # by their learning rates, relative to cfg.learning_rate
     for name, p in trained.items():
         if p not in hidden and p not in loads:
-            others[lr_ratio(name, p, cfg)].append(p)
+            others[lr_ratio(name, cfg)].append(p)
     parts: dict = {}
     for ratio, params in others.items():
         groups = decay_groups(params, cfg.weight_decay, model)
@@ -305,9 +305,9 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     return Optimizer(parts)
 
 
-def lr_ratio(name: str, p: nn.Parameter, cfg) -> float:
-    """The learning rate, relative to cfg.learning_rate, of a parameter that Muon does not train. Rates of some
-    parameters' own go here, by name."""
+def lr_ratio(name: str, cfg) -> float:
+    """The learning rate, relative to cfg.learning_rate, of the parameter of this name, which Muon does not train. Rates
+    of some parameters' own go here."""
     if cfg.conv_lr and name.endswith(".conv.weight"):
         return cfg.conv_lr / cfg.learning_rate
     return 1.0

@@ -1,9 +1,9 @@
-"""One optimizer step, and a trace of some steps. tools/speed.py calls a step as a whole.
+"""One optimizer step, and a trace of some steps.
 
-    step = Step(cfg, sharded)               # makes the optimizer too
-    loss, grad_norm = step(batches, number)
-
-train.py calls the three parts itself, because it looks at the gradient before the update.
+step = Step(cfg, sharded)               # makes the optimizer too
+loss = step.backward(batches, number)
+grad_norm = step.clip()
+step.update()
 """
 
 import gc
@@ -33,14 +33,6 @@ class Step:
         self.sharded = sharded
         self.optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-
-    def __call__(self, batches: Iterator, step: int) -> tuple[Tensor, Tensor]:
-        """Make the step of this number; returns (this rank's mean loss, gradient norm)."""
-        self.optimizer.set_lr(optim.learning_rate(step, self.cfg))
-        loss = self.backward(batches, step)
-        grad_norm = self.clip()
-        self.update()
-        return loss, grad_norm
 
     def micro_steps(self, step: int) -> int:
         """The number of micro-batches of this step on this rank."""

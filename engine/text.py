@@ -47,11 +47,12 @@ def text_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """This rank's batches of a text, ids (N,): windows of block_size inputs, one after another, so that each token but
     the first is a target once. The last windows are padded with targets of -1; all ranks get as many batches."""
-    T = min(block_size, len(ids) - 1)
-    n = -(-(len(ids) - 1) // T)  # windows
-    B = min(batch_size, -(-n // data_size))
-    n = -(-n // (B * data_size)) * B * data_size
-    ids = F.pad(ids, (0, n * T + 1 - len(ids)), value=-1)
+    n = len(ids) - 1  # targets
+    T = min(block_size, n)
+    windows = -(-n // T)
+    B = min(batch_size, -(-windows // data_size))
+    rounds = -(-windows // (B * data_size))  # batches of each rank
+    ids = F.pad(ids, (0, rounds * data_size * B * T - n), value=-1)
     windows = zip(ids[:-1].view(-1, B, T), ids[1:].view(-1, B, T), strict=True)
     for number, (idx, targets) in enumerate(windows):
         if number % data_size == data_rank:

@@ -1,14 +1,16 @@
 """Fixtures that several tests share: a small data set, and train.py run in this process or in several ranks."""
 
-from engine import limit_spinning
+import signal
 
-limit_spinning()
+from engine import start
+
+start()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as pytest needs it
 
 import gc
 import importlib.util
 import os
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

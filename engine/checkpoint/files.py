@@ -49,10 +49,10 @@ def save(
     rank = dist.get_rank() if dist.is_initialized() else 0
     file = partial_step / f"rank_{rank}.safetensors"
     try:
-        together(lambda: is_first_rank() and _begin(partial_step))
+        of_first_rank(partial(_begin, partial_step))
         mine = _share(parts, rank)
         written = of_all_ranks(together(lambda: contents.write(file, mine)))
-        together(lambda: is_first_rank() and _commit(final, written, state | {"step": step}, keep_last, best))
+        of_first_rank(partial(_commit, final, written, state | {"step": step}, keep_last, best))
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
@@ -62,9 +62,9 @@ def save(
 
 
 def find(where: str | Path) -> Path:
-    """`where` if it is a step directory; otherwise the one that this file, RUN/latest or RUN/best, names, and in the
-    folder of a run its file `latest`. If the user has deleted the step of `latest`, it is the newest one that exists.
-    Raises FileNotFoundError."""
+    """The step directory that `where` means: itself; the one that a file RUN/latest or RUN/best names; for a run's
+    folder, the one that its file `latest` names. If the user has deleted that of `latest`, the newest one. Raises
+    FileNotFoundError."""
     where = Path(os.path.expanduser(where))
     if (where / "state.json").is_file():
         return where
@@ -124,7 +124,7 @@ def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Save
     return index | averages
 
 
-def load(path: Path, tensors: dict[str, Tensor], index: dict[str, Saved], vocab_size: float = math.inf):
+def load(path: Path, tensors: dict[str, Tensor | Part], index: dict[str, Saved], vocab_size: float = math.inf):
     """Read the named tensors in place, from a checkpoint of any number of ranks with this index. Every rank calls it.
     Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be more or fewer, see `unpadded`; those
     that were not saved become 0. ValueError on every rank if a name is absent, its shape or dtype differs, or a weight
@@ -161,7 +161,8 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
 def _share(parts: dict[str, Part], mine: int) -> dict[str, Part]:
     """Those of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
     holders = defaultdict(list)
-    boxes = [(name, part.offsets, part.tensor.shape) for name, part in parts.items()]  # an empty one begins as another
+    # With the shape, because an empty part has the offsets of another one
+    boxes = [(name, part.offsets, part.tensor.shape) for name, part in parts.items()]
     for rank, held in enumerate(of_all_ranks(boxes)):
         for box in held:
             holders[box].append(rank)

@@ -1,4 +1,4 @@
-"""Starts a run from random or trained weights, and collects the tensors of its checkpoints.
+"""A run's folder and its lock, the flags and weights with which it starts, and what its checkpoints hold and restore.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
 number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE.
@@ -21,6 +21,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
 from engine.parallel.connection import may_restart
+from engine.parallel.owners import Part
 from engine.parallel.ranks import together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
@@ -180,13 +181,13 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     return place, notes
 
 
-def tensors_of(run: Step) -> dict[str, Tensor]:
-    """The parameters, the optimizer's state and the state of this rank's random number generators, by name. All but the
-    last share storage with the run, to be saved or loaded."""
-    sharded = run.sharded
+def tensors_of(stepper: Step) -> dict[str, Tensor | Part]:
+    """The parameters, the optimizer's state and the state of this rank's random number generators, by name. The first
+    two share storage with the run, to be saved or loaded."""
+    sharded = stepper.sharded
     ranks = sharded.ranks
     tensors = weights.parameters(sharded)
-    for name, t in run.optimizer.state_tensors(sharded.model).items():
+    for name, t in stepper.optimizer.state_tensors(sharded.model).items():
         tensors[f"optim.{name}"] = sharded.part(name.rpartition(".")[0], t)
     tensors[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
     if ranks.device.type == "cuda":
@@ -194,20 +195,20 @@ def tensors_of(run: Step) -> dict[str, Tensor]:
     return tensors
 
 
-def restore(cfg, run: Step) -> dict:
-    """Load the latest checkpoint into the run; returns its state. ValueError if it is of another model."""
-    sharded = run.sharded
+def restore(cfg, stepper: Step) -> dict:
+    """Load the latest checkpoint into the parts of a step; returns its state. ValueError if it is of another model."""
+    sharded = stepper.sharded
     ranks = sharded.ranks
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
         index = checkpoint.read_index(path, state)
-        tensors = {name: t for name, t in tensors_of(run).items() if name in index or not name.startswith("rng.")}
+        tensors = {name: t for name, t in tensors_of(stepper).items() if name in index or not name.startswith("rng.")}
         checkpoint.load(path, tensors, index, cfg.vocab_size)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
         together(lambda: set_random_states(tensors, path))
-        if run.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
-            run.scaler.load_state_dict(state["scaler"])
+        if stepper.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
+            stepper.scaler.load_state_dict(state["scaler"])
         return state
 
     def set_random_states(tensors: dict[str, Tensor], path: Path):

@@ -9,6 +9,7 @@ from torch import Tensor
 from data.errors import fail
 from engine.checkpoint import files as checkpoint
 from engine.metrics import Silent
+from engine.parallel.owners import Part
 from engine.parallel.ranks import is_first_rank, leave
 from engine.stop_signal import StopSignal
 
@@ -42,7 +43,7 @@ class Checkpoints:
         name = checkpoint.named_by(Path(self.cfg.out_dir, "best"))
         return f"done; the best val loss is {self.best_loss:.4f}, of {name or 'step 0'}"
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict, is_best: bool):
+    def save(self, step: int, tensors: dict[str, Tensor | Part], state: dict, is_best: bool):
         """Save a checkpoint; `is_best`: its loss is the lowest so far. If that fails, on all ranks, the run ends."""
         state = state | {"best_val_loss": self.best_loss}
         try:

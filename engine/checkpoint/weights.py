@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from configurator import resolve
 from data import DATA
 from data.dataset import open_data
 from data.errors import require
-from data.tokenizer import Tokenizer, build, from_spec
+from data.tokenizer import GPT2Tokenizer, HFTokenizer, Tokenizer, from_spec
 from engine.checkpoint import files as checkpoint
 from engine.config import Config
 from engine.interchange.huggingface import read_hf
 from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
+from engine.parallel.owners import Part
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.plan import memory
@@ -117,7 +117,7 @@ def of_nanogpt(file: str) -> Weights:
         """GPT-2's, or that of our data set which has the same name and size as nanoGPT's."""
         size = weights.cfg.vocab_size
         if size in GPT2_SIZES:
-            return from_spec({"kind": "gpt2"})
+            return GPT2Tokenizer()
         name = str(config.get("dataset"))
         if re.fullmatch(r"\w+", name) and (DATA / name).is_dir():
             known = open_data(name, DATA).tokenizer
@@ -131,13 +131,13 @@ def of_nanogpt(file: str) -> Weights:
 
 def of_hf(folder: str) -> Weights:
     weights = read_hf(folder)
-    tokenizer = partial(build, f"hf:{weights.place}", list)
+    tokenizer = partial(HFTokenizer.from_folder, weights.place)
     return Weights(weights.place, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
 
 
-def parameters(sharded: ShardedModel) -> dict[str, Tensor]:
+def parameters(sharded: ShardedModel) -> dict[str, Part]:
     """This rank's parts of the parameters, by their names in a checkpoint. They share storage with the model."""
     return {f"model.{name}": sharded.part(name, p) for name, p in sharded.model.named_parameters()}

@@ -260,12 +260,11 @@ def rope_of_two_kinds(keys: dict, flags: dict) -> dict:
     local = {"rope_theta": keys.pop("rope_local_base_freq")} | (kinds.pop(SLIDING, None) or {})
     theta = local.pop("rope_theta")
     refuse_rest(kinds | local, {"rope_type": "default"})
-    pattern = "L"
-    if "window" in flags:
-        pattern = flags["window_pattern"] or "S"
-    pattern = pattern.replace("L", "G").replace("S", "L")
+    pattern = ""
+    if "window" in flags:  # some layers are S: these get RoPE's L, and the others G
+        pattern = (flags["window_pattern"] or "S").translate(str.maketrans("SL", "LG"))
     found = read_scaling(full, keys.pop("rope_theta"), flags)
-    return found | {"rope_theta_local": theta, "pos_pattern": pattern.strip("G") and pattern}
+    return found | {"rope_theta_local": theta, "pos_pattern": pattern}
 
 
 def read_scaling(given: dict, theta: float, flags: dict) -> dict:

@@ -192,7 +192,7 @@ FAMILIES = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Which family expresses a model of ours
 
-# Flags that only matter in training, and two that others say
+# Flags that matter only in training, and two that network() says by others: attention (n_kv_head), window (its pattern)
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
 FREE |= {"attention", "window", "init_std"}
 

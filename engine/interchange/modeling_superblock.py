@@ -1,7 +1,7 @@
 """superblock's causal models for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
-model.py and ops.py, beside this file, are the model; config.json holds its flags. A batch may be padded on either side
-(only after the texts if slots have a position), and `generate` works with transformers' caches.
+model.py, ops.py and flags.py, beside this file, are the model; config.json holds its flags. A batch may be padded on
+either side (only after the texts if slots have a position), and `generate` works with transformers' caches.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ owners.on_full({p: update, ...}, change)    # change(full updates of the matrice
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of x, a tensor or a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 class Weight(NamedTuple):
@@ -82,26 +87,28 @@ class Owners:
         """Replace this rank's parts of the updates by those of the full updates, after `change` has changed each in
         place on its owner."""
         me = dist.get_rank(self.group)
-        keys = [[key for key in updates if self.owner[key] == rank] for rank in self.ranks]  # of each owner
         like = next(iter(updates.values()))
-        full = {key: like.new_empty(self.matrices[key].shape, dtype=self.dtype) for key in keys[me]}
-        parts = [{key: self.part(full, key, rank) for key in full} for rank in self.ranks]
-        sent = [[updates[key] for key in each if self.sends(key, me)] for each in keys]
-        room = [[x for key, x in each.items() if self.sends(key, rank)] for rank, each in enumerate(parts)]
+        owned = [[key for key in updates if self.owner[key] == rank] for rank in self.ranks]  # by each rank
+        full = {key: like.new_empty(self.matrices[key].shape, dtype=self.dtype) for key in owned[me]}
+        sent = [[updates[key] for key in keys if self.sends(key, me)] for keys in owned]
+        room = [[self.part(full, key, rank) for key in full if self.sends(key, rank)] for rank in self.ranks]
         self.exchange(like, sent, room)
         change(full)
-        self.exchange(like, [each.values() for each in parts], [[updates[key] for key in each] for each in keys])
+        changed = [[self.part(full, key, rank) for key in full] for rank in self.ranks]
+        self.exchange(like, changed, [[updates[key] for key in keys] for keys in owned])
 
     def part(self, full: dict, key: Hashable, rank: int) -> Tensor:
         """The part of a full update that a rank holds."""
         return full[key][place(self.matrices[key], rank)[0]]
 
-    def exchange(self, like: Tensor, out: list[Collection[Tensor]], into: list[Collection[Tensor]]):
-        """Send tensors to each rank, and receive others from each rank."""
-        incoming = [*chain(*into)]
-        sizes = [[sum(x.numel() for x in tensors) for tensors in each] for each in (into, out)]
-        sent = torch.cat([like.new_empty(0, dtype=self.dtype), *(x.flatten().to(self.dtype) for x in chain(*out))])
-        received = sent.new_empty(sum(sizes[0]))
-        dist.all_to_all_single(received, sent, *sizes, group=self.group)
-        for x, flat in zip(incoming, received.split([x.numel() for x in incoming]), strict=True):
+    def exchange(self, like: Tensor, out: list[list[Tensor]], into: list[list[Tensor]]):
+        """Send the tensors out[r] to rank r, and receive into[r] from it."""
+        empty = like.new_empty(0, dtype=self.dtype)  # for torch.cat, if this rank sends nothing
+        sent = torch.cat([empty, *(x.flatten().to(self.dtype) for x in chain(*out))])
+        n_out = [sum(x.numel() for x in tensors) for tensors in out]
+        n_into = [sum(x.numel() for x in tensors) for tensors in into]
+        received = sent.new_empty(sum(n_into))
+        dist.all_to_all_single(received, sent, n_into, n_out, group=self.group)
+        for x in chain(*into):
+            flat, received = received.tensor_split([x.numel()])
             x.copy_(flat.view(x.shape))

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
 
+from engine.parallel.owners import local
 from engine.parallel.ranks import Ranks
 from engine.parallel.stages import layers
 from model import Model, Shared, stream_dtype
@@ -152,9 +152,7 @@ class Pipeline:
         """Add the gradients of embedding and head for a tied weight. Both ends get the same bits."""
         if not self.model.cfg.tie_weights or not (self.first or self.last):
             return
-        mine = self.model.wte.weight.grad
-        if isinstance(mine, DTensor):
-            mine = mine.to_local()  # both ends are sharded alike
+        mine = local(self.model.wte.weight.grad)  # both ends are sharded alike
         other = torch.empty_like(mine)
         peer = {"group": self.group, "group_peer": self.n_ranks - 1 - self.rank}
         ops = [dist.P2POp(dist.isend, mine, **peer), dist.P2POp(dist.irecv, other, **peer)]

@@ -13,7 +13,7 @@ adjacent shards divide the experts.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -145,8 +145,7 @@ def join(cfg) -> Ranks:
 def check_same_flags(cfg):
     """ValueError on every rank if ranks have different flags, of which init_from may come from the files that they see.
     They may name different GPUs."""
-    flags = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
-    flags["device"] = cfg.device.partition(":")[0]
+    flags = asdict(cfg) | {"device": cfg.device.partition(":")[0]}
     first, *others = of_all_ranks(flags)
     for rank, found in enumerate(others, 1):
         for name, value in first.items():
@@ -159,8 +158,7 @@ def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh
     """The mesh of a grid of ranks, with the names of its dimensions. Collectives along each have the timeout of cfg."""
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(names.split()))
     for group in mesh.get_all_groups():
-        if dist.get_backend(group) != "fake":  # the pretended ranks of a plan
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=cfg.collective_timeout), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=cfg.collective_timeout), group)
     return mesh
 
 
@@ -194,7 +192,7 @@ def together(action: Callable):
 def of_first_rank(action: Callable):
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
     result = together(lambda: action() if is_first_rank() else None)
-    return of_all_ranks(result)[0]  # not a broadcast, from which the fake ranks of a plan receive nothing
+    return of_all_ranks(result)[0]  # not a broadcast, from which the pretended ranks of a test receive nothing
 
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}  # not experts', as too large
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not experts', as too large
 KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten._scaled_dot_product_flash_attention.default,

@@ -7,7 +7,7 @@
     norm = sharded.clip(cfg.grad_clip)
 
 The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, recomputation,
-compilation, FSDP2 or DDP. docs/hacking.md has a table of what they replace in model.py.
+compilation (before it with ep), FSDP2 or DDP. docs/hacking.md has a table of what they replace in model.py.
 """
 
 import math
@@ -26,16 +26,11 @@ from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
-from engine.parallel.owners import Part, Weight, place
+from engine.parallel.owners import Part, Weight, local, place
 from engine.parallel.ranks import Ranks, of_all_ranks
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Block, LoadBalance, Model, Stack
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part of x, a tensor or a DTensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def load_biases(model: nn.Module) -> set[nn.Parameter]:

@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from data.objective import objective_class
+from data.objective import objective_of
 from model import ExpertLinear, Linear, Neighbours, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 collectives = torch.ops._c10d_functional
 
-# role -> dimension of the weight that is cut, or None; 0 also cuts the bias
 WHOLE = ("second", "router", "before", "after", "total", "last", "whole")
+# role -> dimension of the weight that is cut, or None; 0 also cuts the bias
 SHARDED_DIM = {"vocab": 0, "into": 0, "memory": 0, "out": 1} | dict.fromkeys(WHOLE)
 
 
@@ -61,8 +61,7 @@ def check(cfg):
     """ValueError if the model cannot be cut for tp ranks."""
     n = cfg.tp
     if cfg.objective == "seq2seq":
-        options = cfg.vocab_size, None, cfg.block_size, False, cfg.corrupt_ratio, cfg.span_length
-        text, source = objective_class(cfg)(*options).lengths
+        text, source = objective_of(cfg, cfg.vocab_size, eot=0).lengths
         if text % n or source % n:
             fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
             raise ValueError(f"{fact}; change block_size, corrupt_ratio or span_length")

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ops
-from data.objective import objective_class
+from data.objective import objective_of
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, state_bytes
 from engine.parallel import context, expert, ranks, stages, tensor
 from engine.parallel.fsdp import kept_whole
@@ -83,7 +83,8 @@ class Rank:
         self.cfg = cfg = copy.copy(cfg)
         self.device = device
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-        self.size = self.dtype.itemsize
+        self.width = self.dtype.itemsize  # bytes of a number in matrix products
+        self.cast = self.width if self.width < 4 else 0  # bytes that autocast keeps of a number, cast to 16 bits
         cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, device, self.dtype)
         self.fsdp = cfg.parallel == "fsdp" and size > 1
         data = ranks.data_ranks(cfg, size)
@@ -99,9 +100,8 @@ class Rank:
             "pp": (cfg.pp, size // cfg.pp),
         }
         self.micro_steps = cfg.gradient_accumulation_steps // data
-        objective = cfg.vocab_size, 0, cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
-        self.lengths = objective_class(cfg)(*objective).lengths
-        width = 4 if cfg.fp32_residual else self.size
+        self.lengths = objective_of(cfg, cfg.vocab_size, eot=0).lengths
+        width = 4 if cfg.fp32_residual else self.width
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
         self.n_layer = len(stages.layers(cfg.n_layer, 0, cfg.pp))
         self.model = skeleton(cfg)
@@ -163,7 +163,7 @@ class Rank:
             if self.cfg.fsdp_reshard:
                 reductions = gathers
         if self.fsdp and block:
-            width = self.size
+            width = self.width
             if self.cfg.fsdp_reshard:
                 gathers = self.micro_steps + max(reductions, self.cfg.pp - 1)
         return width * gathers + 4 * reductions
@@ -184,7 +184,7 @@ class Rank:
                 self.send(kind, n * self.micro_steps)
         # there and back: the embeddings, what the decoder reads of the encoder, and the loss
         self.send("tp", 4 * self.micro_steps * cfg.tp * sum(self.streams))
-        self.send("muon", self.size * (self.held[Muon] + self.owned))
+        self.send("muon", self.width * (self.held[Muon] + self.owned))
         if cfg.pp > 1:  # as a rank in the middle
             self.traffic["pp"] = 2 * self.micro_steps * self.streams[0]
         kept = 2 * self.streams[0] + (2 + cfg.tp) * self.streams[1]  # embeddings with dropout, and the memory
@@ -227,7 +227,7 @@ class Rank:
         model.tie()
         model.loss = lambda x, targets: x
         ids = torch.zeros(cfg.batch_size, max(T, S), dtype=torch.int64)
-        with torch.autocast("cpu", self.dtype, enabled=self.size < 4):
+        with torch.autocast("cpu", self.dtype, enabled=self.cast > 0):
             model(ids[:, : T // cfg.cp], ids, source=ids[:, :S] if S else None)
 
     def trace(self, block: Block, forward: Callable, x: Tensor, inputs: Inputs) -> Tensor:
@@ -258,12 +258,11 @@ class Rank:
         vocab = cfg.vocab_rows // cfg.tp
         tokens = cfg.batch_size * self.lengths[0] // cfg.cp
         logits = vocab * ops.rows_at_once(tokens, cfg.loss_chunk, vocab, self.device)  # of a chunk
-        cast = self.size % 4  # bytes of a number that autocast has cast
-        of_logit = 2 * self.size
+        of_logit = 2 * self.width
         if not cfg.compile:
-            of_logit += 8 * ((cast > 0) + (cfg.logit_softcap > 0))
-        loss = 3 * cfg.tp * self.streams[0] + vocab * cfg.n_embd * (4 + cast) + logits * of_logit
-        update = (4 + 2 * self.size) * self.held[Muon] + self.size * self.owned + 16 * min(self.owned, Muon.LARGEST)
+            of_logit += 8 * ((self.cast > 0) + (cfg.logit_softcap > 0))
+        loss = 3 * cfg.tp * self.streams[0] + vocab * cfg.n_embd * (4 + self.cast) + logits * of_logit
+        update = (4 + 2 * self.width) * self.held[Muon] + self.width * self.owned + 16 * min(self.owned, Muon.LARGEST)
         self.memory |= self.copies()
         self.memory["activations"] = activations
         self.memory["streams received"] = self.traffic["pp"]  # for each of which PyTorch allocates a buffer
@@ -275,11 +274,11 @@ class Rank:
         in no block stays gathered, in a pipeline all weights; then only the last micro-step reduces gradients."""
         blocks = [n for block, n in self.gathered.items() if block]
         if not self.fsdp:
-            return {"weights cast by autocast": self.size % 4 * sum(blocks)}
-        gathered = 2 * self.size * max(blocks)
-        gradients = (self.size + 4) * max(blocks)
+            return {"weights cast by autocast": self.cast * sum(blocks)}
+        gathered = 2 * self.width * max(blocks)
+        gradients = (self.width + 4) * max(blocks)
         if self.cfg.pp > 1 or not self.cfg.fsdp_reshard:
-            gathered = self.size * sum(blocks)
+            gathered = self.width * sum(blocks)
             if self.micro_steps > 1:
                 gradients = 4 * sum(blocks)
         rest = 4 * self.gathered[""]

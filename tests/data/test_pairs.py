@@ -98,7 +98,7 @@ def test_what_has_no_pairs_is_refused(tmp_path, record, pairs, flags, words):
 
 def opened(folder: Path, split: str = "train", **flags):
     cfg = Config(dataset=str(folder), **flags)
-    data, objective, _ = open_with_objective(cfg)
+    data, objective = open_with_objective(cfg)
     return data.split(split), objective, cfg
 
 

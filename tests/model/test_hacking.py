@@ -136,7 +136,7 @@ def test_a_parameter_may_have_a_learning_rate_of_its_own(monkeypatch):
     """The schedule changes it in proportion."""
     cfg = Config(**SIZES, learning_rate=0.25)
     net = model.Model(cfg)
-    monkeypatch.setattr(optim, "lr_ratio", lambda name, p, cfg: 2.0 if name == "wte.weight" else 1.0)
+    monkeypatch.setattr(optim, "lr_ratio", lambda name, cfg: 2.0 if name == "wte.weight" else 1.0)
     optimizer = optim.build(net, cfg)
     optimizer.set_lr(0.125)
     rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}

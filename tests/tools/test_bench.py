@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ranks
@@ -182,8 +183,8 @@ def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):
     monkeypatch.setattr(speed, "Timer", partial(speed.Timer, timer=lambda: clock.now))
     calls = iter(seconds)
 
-    def step(loader, number):
+    def backward(loader, number):
         clock.now += next(calls)
 
-    monkeypatch.setattr(speed, "Step", lambda cfg, sharded: step)
+    monkeypatch.setattr(speed, "Step", lambda cfg, sharded: Mock(backward=backward))
     assert speed.ms_per_step(speed.flags("small", "float32")) == 2000 and next(calls, None) is None
