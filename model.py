@@ -87,6 +87,7 @@ class ModelConfig(LayerFlags):
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
+    value_embedding: bool = False  # [block!=simplified*] in layers 0, 2, 4, ... a learned vector of each token joins v
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
@@ -633,6 +634,9 @@ class Attention(Heads):
         self.causal = cfg.objective != "masked"
         self.position = layer_position(cfg, layer)
         self.make_projections(cfg, layer)
+        self.of_token = None
+        if cfg.value_embedding and layer % 2 == 0:
+            self.add_per_head("of_token", Normal(cfg.init_std), self.n_kv_head, cfg.vocab_size, self.head_dim)
         if reader.slots:
             self.make_slots(cfg)
 
@@ -652,6 +656,8 @@ class Attention(Heads):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
+        if self.of_token is not None:
+            v = (v + self.of_token[:, inputs.idx].transpose(0, 1)).to(v.dtype)
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:

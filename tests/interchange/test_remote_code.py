@@ -26,7 +26,7 @@ KINDS = {
     "biased norms": dict(pos="alibi", norm_bias=True, tie_weights=False),
     "parallel": dict(block="parallel", pos="rope", rope_scaling="yarn:4", pos_pattern="GN"),
     "capped": dict(block="parallel", pos="sinusoidal", attn_softcap=5.0, logit_softcap=3.0),
-    "convolution": dict(window=5, conv=4),
+    "convolution": dict(window=5, conv=4, value_embedding=True),
 }
 
 

@@ -28,7 +28,7 @@ from engine.parallel.context import apply_context_parallel
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
 FLAGS = {  # in the order of the page
     "mlp": "reglu", "pos": "slopes", "block": "macaron", "head_norm": True, "first_stream": True, "kv_conv": True,
-    "value_embedding": True, "optimizer": "sgd",
+    "optimizer": "sgd",
 }  # fmt: skip
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 64}
 

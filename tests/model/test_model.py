@@ -1,10 +1,12 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
+import itertools
 import math
 import random
 import re
 from collections import Counter
 from dataclasses import fields
+from functools import partial
 from typing import get_type_hints
 
 import pytest
@@ -386,6 +388,27 @@ def test_convolutions_begin_as_the_model_without_them():
     net(idx, idx).backward()
     added = [p.grad for name, p in net.named_parameters() if name.endswith("conv.weight")]
     assert [grad.shape for grad in added] == [(32, 4)] * 4 and all(grad.abs().min() > 0 for grad in added)
+
+
+def test_value_embeddings_add_a_vector_of_the_token_in_every_second_layer():
+    """As a loop over tokens adds it to the values of the same model without them."""
+    flags = TINY | {"n_layer": 3, "attention": "gqa", "n_kv_head": 2}
+    net, plain = (Model(ModelConfig(**flags, value_embedding=on), seed=1).double() for on in (True, False))
+    idx = tokens(2, T)
+
+    def added(project, table, x, inputs):
+        q, k, v = project(x, inputs)
+        v = v.clone()
+        for b, t in itertools.product(range(2), range(T)):
+            v[b, :, t] += table[:, idx[b, t]]
+        return q, k, v
+
+    tables = [block.sums[0].attn.of_token for block in net.blocks]
+    assert tables[1] is None and not torch.allclose(net(idx), plain(idx))
+    for layer in (0, 2):
+        attn = plain.blocks[layer].sums[0].attn
+        attn.project = partial(added, attn.project, tables[layer])
+    torch.testing.assert_close(net(idx), plain(idx))
 
 
 # ---- loss

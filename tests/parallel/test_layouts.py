@@ -56,6 +56,7 @@ LAYOUTS = {
 }
 STANDARD, SIMPLIFIED = ["--pos=rope"], ["--block=simplified", "--pos=alibi"]
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
+GATED += ["--value_embedding=True"]
 LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
 PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]

@@ -48,7 +48,7 @@ LAYOUTS = [
     {"world_size": 6, "parallel": "fsdp", "n_embd": 60},
     {"world_size": 2, "tp": 2, "objective": "seq2seq", "block_size": 80},
     {"world_size": 2, "tp": 2, "activation_checkpoint": "selective"},
-    {"world_size": 4, "cp": 2, "parallel": "fsdp", "pos": "rope", "conv": 4},
+    {"world_size": 4, "cp": 2, "parallel": "fsdp", "pos": "rope", "conv": 4, "value_embedding": True},
     {"world_size": 2, "tp": 2, "dtype": "bfloat16", "fp32_residual": False, "tie_weights": False},
     *({"world_size": 8, "tp": 2, "cp": 2, "parallel": "fsdp", "block": block} for block in BLOCK),
 ]
