@@ -265,7 +265,9 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective]:
         data = replace(data, pack=objective.pack)
     needed = data_ids + objective.extra_ids
     if cfg.vocab_size == 0:
-        cfg.vocab_size = needed if needed <= 1024 else -(-needed // 64) * 64  # by which large products are faster
+        cfg.vocab_size = needed
+        if needed > 1024:
+            cfg.vocab_size = -(-needed // 64) * 64  # large matrix products are faster with such sizes
     if cfg.vocab_size < needed:
         fact = f"vocab_size={cfg.vocab_size} has no room for the {needed} ids of the data and objective={cfg.objective}"
         raise ValueError(f"{fact}; set it to {needed} or more, or leave objective, corrupt_ratio and span_length out")

@@ -138,8 +138,9 @@ def test_saved_again_and_drawn_anew(both, tmp_path):
     assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (50, 24, True)
 
 
+@pytest.mark.parametrize("remote_code", [False, True])
 @pytest.mark.parametrize("objective", ["masked", "seq2seq"])
-def test_only_causal_models_are_written(tmp_path, objective):
+def test_only_causal_models_are_written(tmp_path, objective, remote_code):
     with pytest.raises(ValueError, match=f"objective={objective} cannot be exported"):
-        write(tmp_path / "x", Model(ModelConfig(**SIZE, objective=objective)), remote_code=True)
+        write(tmp_path / "x", Model(ModelConfig(**SIZE, objective=objective)), remote_code=remote_code)
     assert not [*(tmp_path / "x").iterdir()]
