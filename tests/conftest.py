@@ -1,15 +1,16 @@
 """Fixtures that several tests share: a small data set, and train.py run in this process or in several ranks."""
 
+import os
 import signal
 
 from engine import start
 
 start()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as pytest needs it
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else CUDA refuses processes that are forked after is_available()
 
 import gc
 import importlib.util
-import os
 import shutil
 from functools import partial
 from pathlib import Path

@@ -55,7 +55,8 @@ def launch(size: int, work: Callable, folder: Path, *args) -> str:
     """work(*args) in `size` new processes, which print into files in the folder. Returns what the first one printed.
     Fails if one of them fails."""
     codes, logs = exit_codes(size, work, folder, *args), [folder / f"rank {rank}" for rank in range(size)]
-    assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+    said = "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
+    assert codes == [0] * size, f"exit codes {codes}\n{said}"
     return logs[0].read_text()
 
 

@@ -16,6 +16,7 @@ import ops
 import sample
 import train
 from configurator import parse
+from data import errors
 from engine.config import Config
 from engine.device import torch_errors
 from engine.plan import memory
@@ -46,18 +47,28 @@ TOO_MUCH = [  # flags, and what the line must name
 ]
 
 
+MACHINE = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}  # 16 GiB: a larger one would begin to train some of them
+
+
 @pytest.mark.parametrize("flags, words", TOO_MUCH, ids=str)
-def test_too_much_is_refused_before_it_is_allocated(tiny_data, tmp_path, capsys, flags, words):
+def test_too_much_is_refused_before_it_is_allocated(tiny_data, tmp_path, capsys, monkeypatch, flags, words):
+    monkeypatch.setattr(os, "sysconf", MACHINE.get)
     started = time.process_time()
     argv = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", *flags]
     refused(train.main, argv, capsys, words)
     assert time.process_time() - started < 10 and not holds_files(tmp_path / "out")
 
 
+def train_where_the_first_rank_speaks_soon(flags: list[str]):
+    os.sysconf = MACHINE.get
+    errors.FIRST_RANK_SPEAKS = 1
+    train.main(flags)
+
+
 def test_ranks_that_need_too_much_end_with_one_line(tiny_data, tmp_path):
     """They share the machine, and the first one speaks."""
     flags = [*TINY, f"--dataset={tiny_data}", "--n_layer=40", "--n_embd=16384", f"--out_dir={tmp_path / 'out'}"]
-    assert exit_codes(2, train.main, tmp_path, flags)[0] == 2
+    assert exit_codes(2, train_where_the_first_rank_speaks_soon, tmp_path, flags)[0] == 2
     [line] = (tmp_path / "rank 0").read_text().splitlines()
     assert line.startswith("error: ") and "with n_layer=40 (command line): needs at least 1,9" in line
 
