@@ -146,5 +146,8 @@ def draw(cfg: PlotConfig, runs: list[Run]):
 
 def save(figure, out: Path):
     """Write a Figure into a file, and make its folder."""
+    kind = out.suffix[1:]
+    known = kind in figure.canvas.get_supported_filetypes()
+    require(known, f"out={out}: pictures have no kind {kind!r}; end it in .png, .svg or .pdf")
     with new_file(out) as file:
-        figure.savefig(file, format=out.suffix[1:], dpi=160, transparent=True, bbox_inches="tight")
+        figure.savefig(file, format=kind, dpi=160, transparent=True, bbox_inches="tight")

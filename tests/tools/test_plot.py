@@ -169,7 +169,7 @@ def test_refusals(make, tmp_path, capsys):
         ([tmp_path / "NONE"], "has no metrics.jsonl; give the out_dir"),
         ([a, "--y=nope"], "metrics.jsonl has no number 'nope'; name one"),
         ([a, "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
-        ([a, "--out=plot.txt"], "Format 'txt' is not supported (supported formats: "),
+        ([a, "--out=plot.txt"], "out=plot.txt: pictures have no kind 'txt'; end it in .png, .svg or .pdf"),
         ([old, "--x=flops"], "metrics.jsonl has no logged step with flops; set --x=steps"),
         ([empty], "metrics.jsonl has no row that can be read; train it first"),
         ([a, f"--out={folder}"], "FOLDER.png: Not a regular file"),
