@@ -285,7 +285,7 @@ def attention(
         v = torch.cat((slot_v, v), dim=2)
     M = k.size(2) - S
     device = q.device.type
-    flash = takes_flash(device, matmul_dtype(q), q.size(3))
+    flash = takes_flash(device, matmul_dtype(q), q.size(3), dropout)
     mapped = softcap > 0 or phi is not None
     kernel = attention_kernel(mask, T, S, M > 0, mapped, dropout, device, flash)
     sdpa = partial(fused_attention, scale=D**-0.5, dropout_p=dropout)
@@ -300,29 +300,36 @@ def attention(
     return strips(naive, q, k, v, tuple(mask), M, 256)
 
 
-def takes_flash(device: str, dtype: torch.dtype, width: int) -> bool:
+def takes_flash(device: str, dtype: torch.dtype, width: int, dropout: float = 0.0) -> bool:
     """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
-    torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support."""
+    torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support. With
+    dropout, their backward for the widest heads computes nothing on GPUs with little shared memory."""
     if device != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
+        return False
+    if dropout and width > 192:
         return False
     return width in range(8, 257, 8) and torch._C._get_flash_sdp_enabled()  # dynamo does not know the public function
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention in a fused kernel. CUDA's kernels for masks and float32 have no grouped heads, for which
-    PyTorch would silently make a (T, S) matrix; so keys and values are repeated there. For at most 256 keys on a CPU,
-    bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which PyTorch prefers on
-    some GPUs, is allowed only for self-attention without a mask that has a backward, see docs/performance.md."""
+    """PyTorch's attention in a fused kernel. Of CUDA's kernels only FlashAttention, which takes no mask, has grouped
+    heads; elsewhere PyTorch would silently make a (T, S) matrix, so keys and values are repeated there. For at most 256
+    keys on a CPU, bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which
+    PyTorch prefers on some GPUs, is allowed only for self-attention without mask and dropout that has a backward, see
+    docs/performance.md."""
     group = q.size(1) // k.size(1)
     dtype = matmul_dtype(q)
     if q.device.type == "cpu" and dtype == torch.bfloat16 and k.size(2) <= 256:
         with torch.autocast("cpu", enabled=False):
             return fused_attention(q.float(), k.float(), v.float(), attn_mask, **options).to(v.dtype)
-    if group > 1 and q.device.type == "cuda" and (attn_mask is not None or dtype == torch.float32):
+    flash = attn_mask is None and takes_flash("cuda", dtype, q.size(3))
+    if group > 1 and q.device.type == "cuda" and not flash:
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
     cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
     fits = cudnn and attn_mask is None and torch.is_grad_enabled()
+    if options.get("dropout_p"):  # it may round the rate to sixteenths (github.com/pytorch/pytorch/pull/174245)
+        fits = False
     if q.size(2) != k.size(2):  # in a graph for any sizes, `fits` would otherwise be an expression of them
         fits = False
     torch.backends.cuda.enable_cudnn_sdp(fits)  # sdpa_kernel takes 20 times as long

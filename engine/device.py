@@ -45,7 +45,7 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere. A
     training run on a CPU resolves auto with `agreed_dtype`."""
     cuda = device.type == "cuda"
-    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = cuda and multiplies_bfloat16(device)
     if flag == "auto" and cuda:
         flag = "bfloat16" if bf16 else "float16"
     elif flag == "auto":
@@ -55,6 +55,11 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     if flag == "bfloat16" and cuda and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether this GPU does without emulation. torch.cuda.is_bf16_supported asks the current GPU, mostly the first."""
+    return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
 def precision(device: torch.device, dtype: torch.dtype) -> str:
@@ -78,6 +83,7 @@ def make_deterministic(on: bool):
 def torch_errors(smaller: str) -> Iterator[None]:
     """Turn an error about too little memory into a line, whose remedy is `smaller`. Other errors stay as they are."""
     words = r"out of memory|can't allocate memory.+? bytes|Unable to allocate .+?B\b|Storage size .+ overflowed"
+    words += "|CUBLAS_STATUS_ALLOC_FAILED"
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # MemoryError is numpy's

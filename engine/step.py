@@ -21,6 +21,7 @@ from engine.metrics import tried
 from engine.parallel.sharded import ShardedModel
 
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
+SMALLEST_SCALE = 2**-14  # of float16's gradients: it begins with 2^16, and each infinite gradient halves it
 FIRST = 5  # steps of this process before the first one in a trace, which compile or connect the ranks
 
 
@@ -49,9 +50,10 @@ class Step:
 
     def is_finite(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether the step is finite on all ranks. With a scaler, an infinite gradient may only mean that its scale was
-        too large, so there the loss decides."""
+        too large, so there the loss decides, as long as the scale is no tiny one."""
         if self.scaler.is_enabled():
-            return torch.isfinite(self.sharded.ranks.sum(loss.clone()))
+            scale = self.scaler._get_scale_async()  # on the device: get_scale would wait for it
+            return torch.isfinite(self.sharded.ranks.sum(loss.clone())) & (scale > SMALLEST_SCALE)
         return torch.isfinite(grad_norm)  # which is the same on all ranks
 
     def update(self, skip: bool = False):

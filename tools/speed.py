@@ -54,6 +54,7 @@ def flags(name: str, dtype: str = "auto") -> Config:
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """The rate of a product of square matrices in FLOP/s. That of a CPU is small, as some CPUs emulate bfloat16."""
     n = 8192 if device.type == "cuda" else 1024
+    torch.backends.cuda.matmul.allow_tf32 = True  # as in training
     x = torch.randn(n, n, device=device).to(dtype)  # a GPU multiplies ones faster
     timer = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
     return 2 * n**3 / timer.blocked_autorange(min_run_time=1.0).median

@@ -69,10 +69,11 @@ def check_flags(cfg):
 
 def check_scaler(cfg, size: int, dtype: torch.dtype):
     """ValueError if this dtype needs a gradient scaler, with which the layout does not work."""
-    cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp > 1
-    if dtype == torch.float16 and size > 1 and cut:
-        fact = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp or pp"
-        raise ValueError(f"{fact}; use bfloat16")
+    scaled = dtype == torch.float16 and not cfg.eval_only
+    cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp * cfg.ep > 1
+    if scaled and cut and size > 1:
+        fact = "dtype=float16 needs a gradient scaler, which does not work with parallel=fsdp, tp, pp or ep"
+        raise ValueError(f"{fact}; use bfloat16, or float32 on GPUs that do not have it")
 
 
 def check_layout(cfg, size: int):

@@ -77,7 +77,7 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         if cp > 1:
             queries //= 2 * cp
         key = torch.empty(m.n_kv_head, 1, m.head_dim, device=model.wte.weight.device)
-        flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1))
+        flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1), m.dropout)
         mapped = m.softcap > 0 or m.phi is not None
         options = (mapped, m.dropout, device, flash)
         docs = ((), (), ()) if model.cfg.doc_mask and keys else None  # any, of known boundaries

@@ -100,7 +100,7 @@ def flash(monkeypatch):
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", noting, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        monkeypatch.setattr(ops, "takes_flash", lambda device, dtype, width: width % 8 == 0)
+        monkeypatch.setattr(ops, "takes_flash", lambda device, dtype, width, dropout=0.0: width % 8 == 0)
         yield SimpleNamespace(calls=calls)
 
 
@@ -234,6 +234,9 @@ def test_what_takes_flash(monkeypatch):
     monkeypatch.setattr(torch._C, "_get_flash_sdp_enabled", lambda: True)
     assert ops.takes_flash("cuda", torch.bfloat16, 64)
     assert not ops.takes_flash("cuda", torch.bfloat16, 36)
+    assert ops.takes_flash("cuda", torch.bfloat16, 256)
+    assert ops.takes_flash("cuda", torch.bfloat16, 192, dropout=0.1)
+    assert not ops.takes_flash("cuda", torch.bfloat16, 256, dropout=0.1)  # some GPUs would return no gradient
     assert not ops.takes_flash("cuda", torch.float32, 64)
     assert not ops.takes_flash("cpu", torch.bfloat16, 64)
     monkeypatch.setattr(torch._C, "_get_flash_sdp_enabled", lambda: False)  # by a user

@@ -159,7 +159,12 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
             attention(q, k, k, D, mask, softcap, dropout, pair)
 
 
-@pytest.mark.parametrize("dtype,masked,heads", [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)])
+@pytest.mark.parametrize("dtype,masked,heads", [
+    ("float32", False, 4),
+    ("float16", False, 4),  # of GPUs that are too old for FlashAttention
+    ("bfloat16", False, 2),
+    ("bfloat16", True, 4),
+])  # fmt: skip
 def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtype, masked, heads):
     """On fake tensors, which may be on a GPU that is not there."""
     calls = []
@@ -172,7 +177,7 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
 
 
 def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch):
-    """Where the sizes repeat."""
+    """Where the sizes repeat, and without dropout, whose rate it rounds."""
     seen, sdpa = [], F.scaled_dot_product_attention
 
     def recorder(*args, **options):
@@ -182,11 +187,13 @@ def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorder)
     q, k = torch.randn(2, 2, 3, 8, 16, requires_grad=True)
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
-    for queries, m, grad in ((8, None, True), (8, None, False), (8, mask, True), (1, None, True)):
+    cases = [(8, None, True, 0.0), (8, None, False, 0.0), (8, mask, True, 0.0), (1, None, True, 0.0)]
+    for queries, m, grad, dropout in [*cases, (8, None, True, 0.2)]:
         with torch.set_grad_enabled(grad):
-            ops.fused_attention(q[:, :, -queries:], k, k, m, is_causal=queries == 8 and m is None)
+            causal = queries == 8 and m is None
+            ops.fused_attention(q[:, :, -queries:], k, k, m, is_causal=causal, dropout_p=dropout)
         assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert seen == [True, False, False, False]
+    assert seen == [True, False, False, False, False]
 
 
 def test_the_compiled_loss_of_a_chunk():

@@ -129,5 +129,8 @@ def test_a_gpu_s_error_is_a_line(capsys):
             raise RuntimeError("a stage fails") from cause
 
     refused(lambda _: fail(), [], capsys, ["error: out of memory; lower it"])
+    with pytest.raises(SystemExit), torch_errors("lower it"):  # where other processes have nearly all of it
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert capsys.readouterr().err == "error: CUBLAS_STATUS_ALLOC_FAILED; lower it\n"
     with pytest.raises(RuntimeError, match="^other$"), torch_errors("lower it"):
         raise RuntimeError("other")

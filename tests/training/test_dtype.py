@@ -1,6 +1,7 @@
 """How dtype=auto is resolved on a CPU: by the instructions of the first rank's, which checkpoints keep."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from engine import device
 from engine.config import Config
 from engine.device import resolve_dtype
 from engine.parallel import ranks as parallel
-from engine.parallel.ranks import agreed_dtype
+from engine.parallel.ranks import agreed_dtype, check_scaler
+from engine.step import Step
 from ops import wide_stream
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
+INFINITE = torch.tensor(torch.inf)
 SHORT = [flag for flag in TINY if not flag.startswith(("--dtype=", "--compile="))]  # both are auto
 SHORT += ["--max_iters=2", "--eval_interval=2", "--warmup_iters=1", "--lr_decay_iters=4"]
 
@@ -46,9 +49,10 @@ def test_only_auto_on_a_cpu_asks_for_them(monkeypatch, trained, capsys):
     for name in ("float32", "bfloat16"):
         assert agreed_dtype(name, CPU) == getattr(torch, name)
     assert agreed_dtype("auto", MPS) == resolve_dtype("auto", CPU) == torch.float32
-    for supported in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda s=supported, **_: s)
-        assert agreed_dtype("auto", CUDA) == (torch.bfloat16 if supported else torch.float16)
+    generations = [SimpleNamespace(major=8), SimpleNamespace(major=7)]  # of two GPUs, of which the second is older
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: generations[device.index])
+    for index, dtype in enumerate((torch.bfloat16, torch.float16)):
+        assert agreed_dtype("auto", torch.device("cuda", index)) == dtype
     parallel.check_flags(parse(Config, SHORT))
     train.main([*SHORT, "--plan=True", "--vocab_size=257"])
     assert "of 989 TFLOP/s" in capsys.readouterr().out  # in bfloat16
@@ -114,6 +118,27 @@ def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys)
     assert go(True, "--init_from=resume", "--max_iters=3", "--dtype=auto") == "bfloat16"
 
 
+@pytest.mark.parametrize("flag", ["--parallel=fsdp", "--tp=2", "--pp=2", "--ep=2"])
+def test_layouts_without_a_scaler_are_refused(flag):
+    """Each rank would find other overflows. An evaluation has no gradient."""
+    cfg = parse(Config, [flag, "--n_expert=4"])
+    with pytest.raises(ValueError, match="use bfloat16, or float32 on GPUs that do not have it"):
+        check_scaler(cfg, 2, torch.float16)
+    check_scaler(cfg, 2, torch.bfloat16)
+    check_scaler(parse(Config, [flag, "--n_expert=4", "--eval_only=True"]), 2, torch.float16)
+
+
+@pytest.mark.parametrize("scale, finite", [(2.0**-13, True), (2.0**-15, False)])
+def test_a_scale_that_falls_without_end_is_not_finite(scale, finite):
+    """The gradients overflow at every scale, so no update is made."""
+    step = Step.__new__(Step)
+    step.sharded = SimpleNamespace(ranks=SimpleNamespace(sum=lambda x: x))
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    step.scaler.scale(torch.ones(()))
+    assert bool(step.is_finite(torch.ones(()), INFINITE)) == finite
+    assert not step.is_finite(INFINITE, INFINITE)
+
+
 def test_a_restart_keeps_the_dtype(go, tmp_path, monkeypatch, capsys):
     """torchrun starts the same command again, which says dtype=auto."""
     go(True, "--save_interval=1")
@@ -167,6 +192,7 @@ def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
 def test_float32_on_cuda_is_tf32(monkeypatch, switches, deterministic, said):
     monkeypatch.setattr(parallel, "resolve_device", lambda *_: CUDA)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
     ranks = parallel.join(Config(dtype="float32", deterministic=deterministic))
     assert device.precision(CUDA, ranks.dtype) == said and device.precision(CPU, ranks.dtype) == "float32"
     assert device.precision(CUDA, torch.bfloat16) == "bfloat16"
