@@ -148,6 +148,8 @@ class Run:
         self.batches = data_errors_end_the_run(self.loader)
         with writing(cfg.out_dir):
             self.metrics = self.open_metrics(cleanup)
+            if not cfg.eval_only:
+                run_state.check_shared(cfg.out_dir)
         self.profiler = None
         if cfg.profile_steps and ranks.rank == 0:
             self.profiler = cleanup.enter_context(tracing(cfg, self.metrics.say))

@@ -37,7 +37,8 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
         return torch.device(kind)
     index = int(index or local_rank)
     gpus = torch.cuda.device_count()
-    require(index < gpus, f"device=cuda:{index} is not on this machine, which has {gpus} GPUs")
+    remedy = "start a process for each, or set --device=cuda:0 if each process sees a GPU of its own"
+    require(index < gpus, f"device=cuda:{index} is not on this machine, which has {gpus} GPUs; {remedy}")
     return torch.device("cuda", index)
 
 

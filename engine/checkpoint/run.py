@@ -6,15 +6,18 @@ number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see conten
 
 import filecmp
 import os
+import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from data import lock
 from data.dataset import TokenStream
+from data.errors import require
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
@@ -22,7 +25,7 @@ from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
 from engine.parallel.connection import may_restart
 from engine.parallel.owners import Part
-from engine.parallel.ranks import together
+from engine.parallel.ranks import of_first_rank, together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
 from flags import unused
@@ -41,6 +44,20 @@ def locked(out_dir: str) -> AbstractContextManager:
     if os.environ.get("RANK", "0") != "0":
         return nullcontext()
     return lock.locked(out_dir, "out_dir", seconds=10 if may_restart() else 0.2)
+
+
+def check_shared(out_dir: str):
+    """ValueError on every rank if out_dir is another folder on one of them. The first save would fail there."""
+    if not dist.is_initialized():
+        return
+    rank = dist.get_rank()
+    file = Path(out_dir, f".shared_{of_first_rank(lambda: uuid.uuid4().hex)}")  # no rank has looked for it before
+    of_first_rank(file.touch)
+    remedy = "give one on a file system that all ranks share"
+    try:
+        together(lambda: require(file.exists(), f"out_dir={out_dir} is another folder on rank {rank}; {remedy}"))
+    finally:
+        of_first_rank(file.unlink)
 
 
 def check_out_dir(cfg):

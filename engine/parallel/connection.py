@@ -97,6 +97,8 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     prefix of this start's keys. If all ranks have read the same list, it has only new names, as each reads its own.
     """
     store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    if rank == 0:
+        store.delete_key("exception_dump")  # NCCL, which ignores prefixes, would end this start too
     store.set(f"name_{rank}", uuid.uuid4().hex)
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from helpers import TINY
@@ -44,6 +45,22 @@ def test_a_lost_rank_leaves_a_line_that_resumes(tiny_data, tmp_path):
     [line] = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in said and line.startswith("error: rank 0 has lost another rank")
     assert line.endswith(f"--out_dir={out} and --init_from=resume")
+
+
+def train_in_a_folder_of_its_own(flags: list[str], folder: Path):
+    own = folder / f"node {os.environ['RANK']}"
+    own.mkdir()
+    os.chdir(own)
+    errors.FIRST_RANK_SPEAKS = 0
+    train_main(flags)
+
+
+def test_nodes_that_do_not_share_out_dir_are_refused_at_the_start(tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", "--out_dir=out"]
+    assert exit_codes(2, train_in_a_folder_of_its_own, tmp_path, flags, tmp_path) == [2, 2]
+    said = (tmp_path / "rank 0").read_text().splitlines()
+    assert said == ["error: out_dir=out is another folder on rank 1; give one on a file system that all ranks share"]
+    assert not [*tmp_path.glob("node */out/.shared*")]
 
 
 def train_alone(flags: list[str], rank: str, host: str):
