@@ -96,8 +96,7 @@ class RMSNormOfCPU(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x cos + (second half of x, first half of x) sin: x (B, H, T, D); cos and sin (T, D), whose first half of sin is
-    negative."""
+    """x cos + (second half of x, first half of x) sin: x (B, H, T, D), the others (T, D), sin's first half negative."""
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
 
@@ -302,21 +301,18 @@ def attention(
 
 def takes_flash(device: str, dtype: torch.dtype, width: int, dropout: float = 0.0) -> bool:
     """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
-    torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support. With
-    dropout, their backward for the widest heads computes nothing on GPUs with little shared memory."""
+    torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support."""
     if device != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
         return False
-    if dropout and width > 192:
-        return False
-    return width in range(8, 257, 8) and torch._C._get_flash_sdp_enabled()  # dynamo does not know the public function
+    widest = 192 if dropout else 256  # with dropout, the backward of wider heads computes nothing on some GPUs
+    return width in range(8, widest + 1, 8) and torch._C._get_flash_sdp_enabled()  # dynamo knows no public one
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention in a fused kernel. Of CUDA's kernels only FlashAttention, which takes no mask, has grouped
-    heads; elsewhere PyTorch would silently make a (T, S) matrix, so keys and values are repeated there. For at most 256
-    keys on a CPU, bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which
-    PyTorch prefers on some GPUs, is allowed only for self-attention without mask and dropout that has a backward, see
-    docs/performance.md."""
+    """PyTorch's attention in a fused kernel. On CUDA, FlashAttention alone, which takes no mask, has grouped heads; for
+    the others, keys and values are repeated, as PyTorch would make a (T, S) matrix. For at most 256 keys on a CPU,
+    bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which PyTorch prefers on
+    some GPUs, computes only self-attention with a backward, without mask and dropout: see docs/performance.md."""
     group = q.size(1) // k.size(1)
     dtype = matmul_dtype(q)
     if q.device.type == "cpu" and dtype == torch.bfloat16 and k.size(2) <= 256:
@@ -328,9 +324,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
         v = v.repeat_interleave(group, dim=1)
     cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
     fits = cudnn and attn_mask is None and torch.is_grad_enabled()
-    if options.get("dropout_p"):  # it may round the rate to sixteenths (github.com/pytorch/pytorch/pull/174245)
-        fits = False
-    if q.size(2) != k.size(2):  # in a graph for any sizes, `fits` would otherwise be an expression of them
+    if options.get("dropout_p") or q.size(2) != k.size(2):  # no expression of sizes, in a graph for any
         fits = False
     torch.backends.cuda.enable_cudnn_sdp(fits)  # sdpa_kernel takes 20 times as long
     try:
@@ -461,9 +455,8 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk
 
 
 def rows_at_once(n: int, chunk: int, vocab_size: int, device: torch.device) -> int:
-    """How many of n tokens have logits at once in the loss: at most `chunk`, or if it is 0, as many as fit in 1 GiB of
-    float32 on a GPU, and in 128 MiB elsewhere. All chunks are equal, for one compiled graph, unless that takes twice
-    the fewest chunks."""
+    """How many of n tokens have logits at once in the loss: at most `chunk`, or if it is 0, 1 GiB of them in float32
+    on a GPU, and 128 MiB elsewhere. All chunks are equal, for one compiled graph, unless twice as many are needed."""
     numbers = 2**28 if device.type == "cuda" else 2**25
     most = chunk or max(1, numbers // vocab_size)
     fewest = -(-n // most)

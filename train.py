@@ -199,8 +199,7 @@ class Run:
             self.metrics.say(note)
 
     def evaluate(self) -> bool | None:
-        """Show the losses. Returns whether the validation loss is the lowest so far, or None if the ranks have agreed
-        to stop meanwhile."""
+        """Show the losses. Returns whether the validation loss is the lowest so far, or None if the ranks stop."""
         with self.metrics.paused():
             self.check_finite()
             if unequal := self.sharded.unequal_copies():

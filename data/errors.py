@@ -70,8 +70,7 @@ def reason(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text in one line, with control characters escaped. It may quote a very long value, of which only the ends
-    stay."""
+    """The text in one line, with control characters escaped. Of a very long value in it, only the ends stay."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
 

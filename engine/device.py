@@ -37,16 +37,16 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
         return torch.device(kind)
     index = int(index or local_rank)
     gpus = torch.cuda.device_count()
-    remedy = "start a process for each, or set --device=cuda:0 if each process sees a GPU of its own"
-    require(index < gpus, f"device=cuda:{index} is not on this machine, which has {gpus} GPUs; {remedy}")
+    fact = f"device=cuda:{index} is not among the {gpus} GPUs that this process sees"
+    require(index < gpus, f"{fact}; set --device=cuda:0 if each process sees one of its own")
     return torch.device("cuda", index)
 
 
 def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere. A
     training run on a CPU resolves auto with `agreed_dtype`."""
-    cuda = device.type == "cuda"
-    bf16 = cuda and multiplies_bfloat16(device)
+    cuda = device.type == "cuda"  # torch.cuda.is_bf16_supported asks another GPU, the current one
+    bf16 = cuda and (torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8)
     if flag == "auto" and cuda:
         flag = "bfloat16" if bf16 else "float16"
     elif flag == "auto":
@@ -56,11 +56,6 @@ def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     if flag == "bfloat16" and cuda and not bf16:
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float16")
     return getattr(torch, flag)
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether this GPU does without emulation. torch.cuda.is_bf16_supported asks the current GPU, mostly the first."""
-    return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
 def precision(device: torch.device, dtype: torch.dtype) -> str:

@@ -12,12 +12,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data import lock
 from data.dataset import TokenStream
-from data.errors import require
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
@@ -25,7 +23,7 @@ from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in
 from engine.parallel.connection import may_restart
 from engine.parallel.owners import Part
-from engine.parallel.ranks import of_first_rank, together
+from engine.parallel.ranks import of_all_ranks, of_first_rank, together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
 from flags import unused
@@ -48,16 +46,13 @@ def locked(out_dir: str) -> AbstractContextManager:
 
 def check_shared(out_dir: str):
     """ValueError on every rank if out_dir is another folder on one of them. The first save would fail there."""
-    if not dist.is_initialized():
-        return
-    rank = dist.get_rank()
-    file = Path(out_dir, f".shared_{of_first_rank(lambda: uuid.uuid4().hex)}")  # no rank has looked for it before
+    file = Path(out_dir, of_first_rank(lambda: f".shared_{uuid.uuid4().hex}"))  # no rank has looked for it before
     of_first_rank(file.touch)
-    remedy = "give one on a file system that all ranks share"
-    try:
-        together(lambda: require(file.exists(), f"out_dir={out_dir} is another folder on rank {rank}; {remedy}"))
-    finally:
-        of_first_rank(file.unlink)
+    seen = of_all_ranks(file.exists())
+    of_first_rank(file.unlink)
+    if False in seen:
+        fact = f"out_dir={out_dir} is another folder on rank {seen.index(False)}"
+        raise ValueError(f"{fact}; give one on a file system that all ranks share")
 
 
 def check_out_dir(cfg):
@@ -118,8 +113,7 @@ def check_same_model(cfg, flags: dict, path: Path):
 
 
 def layout(cfg) -> dict[str, tuple]:
-    """The name of each parameter -> (its shape, the matrices that its rows belong to). Configurations of equal layouts
-    have each other's weights."""
+    """The name of each parameter -> (its shape, the matrices of its rows). Equal layouts have each other's weights."""
     with torch.device("meta"):
         model = Model(cfg)
     found = {}

@@ -184,8 +184,7 @@ def locate(where: str) -> Path:
 
 
 def open_files(folder: Path) -> dict[str, Tensor]:
-    """The tensors in the safetensors files of the folder, by name. The files are mapped: numbers are read when they are
-    used."""
+    """The tensors in the safetensors files of the folder, by name. The files are mapped: numbers are read when used."""
     from safetensors import SafetensorError, safe_open
 
     remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"

@@ -169,8 +169,7 @@ def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:
 
 
 def lookup(model: nn.Module, rank: int, group: ProcessGroup, idx: Tensor) -> Tensor:
-    """Token embeddings, in the stream's dtype: idx (B, T) -> (B, T/n, C). Every rank looks up the ids whose rows it
-    holds."""
+    """Token embeddings, in the stream's dtype: idx (B, T) -> (B, T/n, C). Each rank looks up the ids of its rows."""
     wte = model.wte
     row = idx - rank * wte.weight.size(0)  # (B, T)
     here = (row >= 0) & (row < wte.weight.size(0))
