@@ -237,6 +237,17 @@ def test_checkpoints_go_there_and_back(device, run):
     assert all(distance(each, found[CPU, CPU]) < FLOAT32 for each in found.values())
 
 
+def test_a_compiled_run_that_was_stopped_draws_the_same_dropout(device, run, monkeypatch):
+    """Also in layers that the backward computes again."""
+    if device == CPU:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flags = [*SHORT, "--dropout=0.2", "--activation_checkpoint=full", "--compile=True", f"--device={device}"]
+    flags += ["--deterministic=True", "--lr_decay_iters=4"]
+    run(*flags, "--max_iters=2", out="parts")
+    parts = run(*flags, "--init_from=resume", out="parts")
+    assert losses(parts) == losses(run(*flags, out="once"))
+
+
 def test_samples(device, run, capsys):
     """The likeliest text is that of the CPU; the same seed gives the same text again."""
     folder, said = run(*SHORT), []

@@ -43,6 +43,7 @@ def test_auto_compiles_on_gpus(monkeypatch, works, flag, kind):
     monkeypatch.setattr(compilation, "works", lambda ranks: works)
     monkeypatch.setattr(parallel, "resolve_device", lambda *_: torch.device(kind))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(major=9))
     cfg = Config(compile=flag, dtype="float32")
     wanted = kind == "cuda" if flag == "auto" else flag
     compiled = settle(cfg, parallel.join(cfg)).compile
