@@ -14,7 +14,7 @@ RUN := out/pycode
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
-	$(BIN)/python sample.py --out_dir=$(RUN) --start='    """Return the ' --temperature=0.6 --seed=24 --max_new_tokens=200
+	$(BIN)/python sample.py --out_dir=$(RUN) --start='    """Return the ' --temperature=0.5 --seed=62 --max_new_tokens=200
 	@echo 'next: $(BIN)/python sample.py --out_dir=$(RUN) --start="if __name__" --temperature=0.5'
 	@echo 'or train the standard block: $(BIN)/python train.py config/pycode_standard.py'
 
@@ -32,8 +32,10 @@ quick: .venv/ready-test
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.compare --out=out/baselines --seeds=3 --jobs=2 --sweep=muon_lr=0.01,0.02 \
 		--common="config/train_pycode.py --block=superblock --dtype=float32" \
-		--run="--layer=c,p --conv=0" --run="--layer=c,p" --run="--layer=c+p --conv=0" --run="--layer=c+p" \
-		--run="--layer=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2" --run="--layer=c.none+p --n_layer=6 --mlp_ratio=2" \
+		--run="--layer=c,p --conv=0 --value_embedding=False" --run="--layer=c,p --value_embedding=False" \
+		--run="--layer=c+p --conv=0 --value_embedding=False" --run="--layer=c+p --value_embedding=False" \
+		--run="--layer=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
+		--run="--layer=c.none+p --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
 		--run="--block=simplified_parallel --conv=0" --run=--block=simplified_parallel
 
 gpu: .venv/ready-test

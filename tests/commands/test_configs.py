@@ -42,7 +42,8 @@ PARAMETERS = {
     "train_shakespeare_char": (65 + 256) * 384 + 6 * (12 * 384**2 + 2 * 384) + 384,
     "speedrun_shakespeare_cpu": 65 * 176 + 2 * (12 * 176**2 + 176 + 2 * 44 + 4 * 176) + 176,
     "train_shakespeare_cpu": (65 + 64) * 128 + 4 * (12 * 128**2 + 2 * 128) + 128,
-    "train_pycode": quick(12 * C**2 + C + 2 * D + 4 * C),  # four taps of each channel
+    # four taps of each channel, and two tables of values
+    "train_pycode": quick(12 * C**2 + C + 2 * D + 4 * C, tables=3),
     "pycode_standard": quick(12 * C**2 + 2 * C + 2 * D),
     # biases: q, k, v 3 C, out C, up 4 C, down C, norms 2 C, and the last norm's C
     "pycode_gpt2": quick(12 * C**2 + 2 * C + 11 * C, first=C, positions=256),
@@ -111,7 +112,7 @@ def test_record_reads_back_equal(tmp_path, name):
 
 @pytest.mark.parametrize("name, like, changed", [
     ("train_superblock_124m", "train_gpt2", {"block"}),
-    ("train_pycode", "pycode_standard", {"block", "conv", "conv_lr", "muon_lr", "muon_momentum"}),
+    ("train_pycode", "pycode_standard", {"block", "conv", "conv_lr", "value_embedding", "muon_lr", "muon_momentum"}),
     ("pycode_superblock", "pycode_standard", {"block"}),
     ("pycode_superblock_joint", "pycode_standard", {"block", "layer", "mlp", "muon_lr", "learning_rate"}),
     ("pycode_superblock_moe", "pycode_superblock", {"layer", "n_expert", "balance_rate", "muon_lr"}),
