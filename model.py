@@ -616,8 +616,7 @@ class Heads(nn.Module):
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """phi of all scores, times the values. A variant of it goes here and works with slots, shaped and cross
-        attention too."""
+        """phi of all scores, times the values. A variant works with slots, shaped and cross attention too."""
         slots = None
         if self.reader.slots == "joint_slots":
             slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
@@ -654,10 +653,18 @@ class Attention(Heads):
             return self.split(self.qkv(x), self.group, 1, 1)
         return self.queries(x), *self.split(self.kv(x), 1, 1)
 
+    def values_of(self, idx: Tensor) -> Tensor:
+        """idx (B, T) -> each head's vectors of these tokens (B, heads, T, D), as sums of one row. The gradients of an
+        index and, in a compiled graph, of F.embedding are added by several threads in no fixed order."""
+        heads, V, D = self.of_token.shape
+        rows = idx[:, None] + V * torch.arange(heads, device=idx.device)[:, None]  # of a table (heads V, D)
+        y = F.embedding_bag(rows.reshape(-1, 1), self.of_token.flatten(0, 1), mode="sum")
+        return y.view(*rows.shape, D)
+
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
         if self.of_token is not None:
-            v = (v + self.of_token[:, inputs.idx].transpose(0, 1)).to(v.dtype)
+            v = (v + self.values_of(inputs.idx)).to(v.dtype)
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
@@ -903,8 +910,7 @@ class Neighbours(nn.Module):
         return [row.flatten(-3, -2) for row in before]
 
     def pieces(self, x: Tensor) -> Tensor:
-        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). P is 1, or 2 with context
-        parallelism."""
+        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). Under --cp, P is 2."""
         if self.cache:
             rows = self.cache.extend(x)
         else:
@@ -1149,8 +1155,7 @@ class Model(Stack):
         return self.loss(x, targets)
 
     def encode(self, source: Maybe, docs: Tensors | None = None) -> Maybe:
-        """source (B, S) -> the encoder's output (B, S, C), called memory; None for a model without an encoder. docs as
-        in a Mask."""
+        """source (B, S) -> the encoder's output (B, S, C), called memory; None without encoder. docs as in a Mask."""
         if (source is None) != (self.encoder is None):
             raise ValueError("objective=seq2seq needs a source, and other models read none")
         if source is None:

@@ -66,8 +66,7 @@ class RowCache:
 
 
 def set_caches(model: Model, length: int):
-    """Give the heads empty caches for the keys and values of `length` tokens and of the memory, and neighbours theirs;
-    0 = none."""
+    """Give heads empty caches for the keys and values of `length` tokens (0 = none) and the memory, and neighbours."""
     for m in model.modules():
         if isinstance(m, Heads):
             m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None

@@ -238,8 +238,8 @@ model.py: The earliest tap of a convolution reaches one token into the document 
   + row.where(place >= i - 1, 0)
   tests/model/test_model.py::test_a_convolution_is_the_sum_written_out
 model.py: Value embeddings are those of the token before.
-  - self.of_token[:, inputs.idx]
-  + self.of_token[:, inputs.idx.roll(1, 1)]
+  - self.values_of(inputs.idx)
+  + self.values_of(inputs.idx.roll(1, 1))
   tests/model/test_model.py::test_value_embeddings_add_a_vector_of_the_token_in_every_second_layer
 model.py: --rope_scaling is accepted beside positions that it has no effect on.
   - rope_scaling: str = ""  # [pos=rope] linear:F

@@ -104,8 +104,7 @@ def read_units(
 
 
 def promoted(model: M.Model, tokenizer: Tokenizer, parts: Tensor, stream: Tensor) -> list[Promoted]:
-    """For each part (n, C) of the final stream (C,): the tokens that lose most probability without it, and the change
-    of log p."""
+    """For each part (n, C) of the final stream (C,): the tokens that lose most without it, and the change of log p."""
 
     def log_p(x: Tensor) -> Tensor:
         return model.logits(model.norm(x)).cpu().double()[..., : tokenizer.vocab_size].log_softmax(-1)

@@ -268,8 +268,7 @@ def rope_of_two_kinds(keys: dict, flags: dict) -> dict:
 
 
 def read_scaling(given: dict, theta: float, flags: dict) -> dict:
-    """rope_theta and rope_scaling, from transformers' dictionary of RoPE's parameters. If it lacks a base, `theta`
-    counts."""
+    """rope_theta and rope_scaling, from transformers' dictionary of RoPE's parameters. The default base is `theta`."""
     given = {name: value for name, value in given.items() if value is not None}
     kind = given.pop("rope_type", "default")
     express(kind in SCALING, f"rope_type={kind!r:.80}, but only {', '.join(SCALING)}")

@@ -88,8 +88,7 @@ class Stage(PipelineStage):
 
 
 def reduce_in_backward(on: bool, model: nn.Module):
-    """Whether FSDP, if it wraps the model, reduces gradients and frees weights in the next backward. Otherwise both
-    stay whole."""
+    """Whether FSDP, if it wraps the model, reduces gradients and frees weights in the next backward, or keeps both."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(on)
         model.set_requires_gradient_sync(on)

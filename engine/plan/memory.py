@@ -32,8 +32,7 @@ def check_training(cfg, device: torch.device, size: int):
 
 
 def check_batch(cfg, device: torch.device, size: int):
-    """ValueError if a rank can never have the memory for the residual stream of one micro-batch, the least of its
-    activations."""
+    """ValueError if a rank can never have the memory for one micro-batch's residual stream, the least activations."""
     if lack := shortage(Rank(cfg, size, device).streams[0], device):
         refuse(cfg, "batch_size", f"{lack}; make it smaller")
 

@@ -411,6 +411,21 @@ def test_value_embeddings_add_a_vector_of_the_token_in_every_second_layer():
     torch.testing.assert_close(net(idx), plain(idx))
 
 
+def test_value_embeddings_have_the_same_gradient_each_time():
+    """Digit for digit on two threads, in a compiled graph too, as an exact resume needs."""
+    attn = Model(ModelConfig(**TINY, value_embedding=True), seed=1).blocks[0].sums[0].attn
+    idx = tokens(8, 512)
+    weight = torch.randn(8, 4, 512, 8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for values_of in (attn.values_of, torch.compile(attn.values_of)):
+            found = [torch.autograd.grad((values_of(idx) * weight).sum(), attn.of_token)[0] for _ in range(4)]
+            assert all(torch.equal(each, found[0]) for each in found)
+    finally:
+        torch.set_num_threads(threads)
+
+
 # ---- loss
 
 
