@@ -14,7 +14,7 @@ RUN := out/pycode
 
 train: .venv/ready data/pycode/meta.json
 	$(BIN)/python train.py config/train_pycode.py --out_dir=$(RUN) --init_from=$(if $(wildcard $(RUN)/latest),resume,scratch)
-	$(BIN)/python sample.py --out_dir=$(RUN) --start='    """Return the ' --temperature=0.5 --seed=62 --max_new_tokens=200
+	$(BIN)/python sample.py --out_dir=$(RUN) --start='    """Return the ' --temperature=0.5 --seed=25 --max_new_tokens=200
 	@echo 'next: $(BIN)/python sample.py --out_dir=$(RUN) --start="if __name__" --temperature=0.5'
 	@echo 'or train the standard block: $(BIN)/python train.py config/pycode_standard.py'
 
