@@ -309,8 +309,8 @@ def takes_flash(device: str, dtype: torch.dtype, width: int, dropout: float = 0.
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention in a fused kernel. On CUDA, FlashAttention alone, which takes no mask, has grouped heads; for
-    the others, keys and values are repeated, as PyTorch would make a (T, S) matrix. For at most 256 keys on a CPU,
+    """PyTorch's attention in a fused kernel. Beside a mask or without FlashAttention, CUDA has none for grouped heads;
+    so keys and values are repeated, else PyTorch would make a (T, S) matrix. For at most 256 keys on a CPU,
     bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which PyTorch prefers on
     some GPUs, computes only self-attention with a backward, without mask and dropout: see docs/performance.md."""
     group = q.size(1) // k.size(1)
@@ -324,7 +324,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
         v = v.repeat_interleave(group, dim=1)
     cudnn = torch._C._get_cudnn_sdp_enabled()  # torch.compile does not know the public function
     fits = cudnn and attn_mask is None and torch.is_grad_enabled()
-    if options.get("dropout_p") or q.size(2) != k.size(2):  # no expression of sizes, in a graph for any
+    if options.get("dropout_p") or q.size(2) != k.size(2):  # an `and` of sizes is symbolic in graphs
         fits = False
     torch.backends.cuda.enable_cudnn_sdp(fits)  # sdpa_kernel takes 20 times as long
     try:

@@ -84,7 +84,7 @@ def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = F
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # what experts note down once is enough
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
-    torch._functorch.config.graphsafe_rng_functionalization = False  # such generators are in no checkpoint
+    torch._functorch.config.graphsafe_rng_functionalization = False  # no checkpoint has its generators
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"

@@ -44,8 +44,8 @@ def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
 
 def resolve_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype that the flag names: auto is bfloat16 on GPUs that support it, float16 on others, float32 elsewhere. A
-    training run on a CPU resolves auto with `agreed_dtype`."""
-    cuda = device.type == "cuda"  # torch.cuda.is_bf16_supported asks another GPU, the current one
+    training run on a CPU resolves auto with `agreed_dtype`. torch.cuda.is_bf16_supported would ask the current GPU."""
+    cuda = device.type == "cuda"
     bf16 = cuda and (torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8)
     if flag == "auto" and cuda:
         flag = "bfloat16" if bf16 else "float16"
