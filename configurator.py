@@ -124,11 +124,15 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     vars(cfg).update(values, sources=sources)
     if isinstance(cfg, Flags):
         check_limits(cfg)  # facts count layers
-    for name in unused(cfg):
-        values.pop(name, None)
-        overruled = COMMAND_LINE in [sources.get(other) for other in rests_on(cfg, name)]
-        if name in sources and (sources[name] == COMMAND_LINE or not overruled):
-            refuse_unused(cfg, name)
+    dropped = set()
+    while without_effect := [name for name in unused(cfg) if name in values]:
+        for name in without_effect:
+            overruled = any(other in dropped or sources.get(other) == COMMAND_LINE for other in rests_on(cfg, name))
+            if name in sources and (sources[name] == COMMAND_LINE or not overruled):
+                refuse_unused(cfg, name)
+        for name in without_effect:  # beside whose defaults others may have no effect
+            dropped.add(name)
+            del values[name], vars(cfg)[name]
     cfg.__init__(**values)
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)

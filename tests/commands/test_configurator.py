@@ -60,6 +60,7 @@ def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
     for flags, other in (
         ("window = 8\nwindow_pattern = 'SL'\n", ["--window=0"]),
         ("block = 'superblock'\nlayer = 'c,s'\nn_slot = 3\n", ["--layer=c,p", "--block=superblock"]),
+        ("conv = 4\nconv_lr = 0.5\n", ["--objective=masked"]),
         ("optimizer = 'muon'\nmuon_lr = 0.5\n", ["--optimizer=adamw"]),
     ):
         file = write(tmp_path / "a.py", flags)
