@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.parallel.owners import Owners, local
 from engine.parallel.sharded import ShardedModel, load_biases
-from model import ExpertLinear, Fused, Linear
+from model import Convolution, ExpertLinear, Fused, Linear
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -283,10 +283,11 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     hidden = hidden_matrices(model) if kind.muon else {}
     loads = load_biases(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied: once
-    others = defaultdict(list)  # by their learning rates, relative to cfg.learning_rate
-    for name, p in trained.items():
+    ratios = lr_ratios(model, cfg)
+    others = defaultdict(list)  # by their ratio
+    for p in trained.values():
         if p not in hidden and p not in loads:
-            others[lr_ratio(name, cfg)].append(p)
+            others[ratios.get(p, 1.0)].append(p)
     parts: dict = {}
     for ratio, params in others.items():
         groups = decay_groups(params, cfg.weight_decay, model)
@@ -305,12 +306,12 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     return Optimizer(parts)
 
 
-def lr_ratio(name: str, cfg) -> float:
-    """The learning rate, relative to cfg.learning_rate, of the parameter of this name, which Muon does not train. Rates
-    of some parameters' own go here."""
-    if cfg.conv_lr and name.endswith(".conv.weight"):
-        return cfg.conv_lr / cfg.learning_rate
-    return 1.0
+def lr_ratios(model: nn.Module, cfg) -> dict[nn.Parameter, float]:
+    """Parameters that Muon does not train and that have learning rates of their own -> these, relative to
+    cfg.learning_rate."""
+    if not cfg.conv_lr:
+        return {}
+    return {m.weight: cfg.conv_lr / cfg.learning_rate for m in model.modules() if isinstance(m, Convolution)}
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
