@@ -360,6 +360,12 @@ class LayerFlags(Flags):
         return any(reader.source == "experts" for reader, _ in self.readers)
 
     @property
+    def has_even_c(self) -> bool:
+        """a c in layer 0, 2, 4, ..."""
+        even = range(0, min(self.n_layer, 2 * len(self.strings)), 2)  # after which the strings repeat
+        return any(reader.source == "context" for layer in even for readers in self.sums(layer) for reader in readers)
+
+    @property
     def has_map(self) -> bool:
         """a p or e without another map"""
         return any(reader.phi == "mlp" for reader, _ in self.readers)

@@ -87,7 +87,8 @@ class ModelConfig(LayerFlags):
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
-    value_embedding: bool = False  # [block!=simplified*] in layers 0, 2, 4, ... a learned vector of each token joins v
+    value_embedding: bool = False  # in layers 0, 2, 4, ... a learned vector of each token joins v
+    # [block!=simplified*] [has_even_c]
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
@@ -906,7 +907,7 @@ class Neighbours(nn.Module):
         before = [rows[..., n - i : rows.size(-2) - i, :] for i in range(n + 1)]  # each (B, ..., P, T/P, C)
         if inputs.place is not None:
             place = inputs.place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
-            before = [row.where(place >= i, 0) for i, row in enumerate(before)]
+            before[1:] = [row.where(place >= i, 0) for i, row in enumerate(before[1:], 1)]
         return [row.flatten(-3, -2) for row in before]
 
     def pieces(self, x: Tensor) -> Tensor:

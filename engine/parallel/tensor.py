@@ -114,8 +114,10 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
         x = args[0]  # in float32 if a gain has scaled it
         return scattered(x.to(stream_dtype(model.cfg, x)), 1, group)
 
-    for module in model.modules():
+    for name, module in model.named_modules():
         role = getattr(module, "role", None)
+        if isinstance(module, Neighbours):
+            module.register_forward_pre_hook(partial(check_uncut, name, n))
         if role in ("before", "last"):
             module.register_forward_hook(gather)
         elif role == "after":
@@ -136,14 +138,19 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
         model.loss = partial(parallel_loss, model)
 
 
+def check_uncut(name: str, n: int, module: Neighbours, args: tuple):
+    """ValueError if Neighbours have a piece of the stream, as beside them are tokens that they do not see."""
+    x, inputs = args
+    if x.size(-2) < inputs.idx.size(1):
+        raise ValueError(f"tp={n} cuts the stream along T where {name} reads it; let it read before(s), or set tp=1")
+
+
 def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: int):
     """Replace the model's parameters by the rank-th of n slices, each along its dimension in cuts, if it has one."""
     for name, module in model.named_modules():
         fused = getattr(module, "fused", None)
         if fused and fused[0] % n:
             raise ValueError(f"tp={n} does not divide the {fused[0]} groups of rows of {name}; set another tp")
-        if isinstance(module, Neighbours) and ".sums." not in name:
-            raise ValueError(f"tp={n} cuts the stream along T where {name} reads it; put it into a sum, or set tp=1")
     for name, dim in cuts.items():
         if dim is not None:
             keep_slice(model, name, dim, rank, n)

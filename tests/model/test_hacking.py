@@ -136,7 +136,7 @@ def test_a_parameter_may_have_a_learning_rate_of_its_own(monkeypatch):
     """The schedule changes it in proportion."""
     cfg = Config(**SIZES, learning_rate=0.25)
     net = model.Model(cfg)
-    monkeypatch.setattr(optim, "lr_ratio", lambda name, cfg: 2.0 if name == "wte.weight" else 1.0)
+    monkeypatch.setattr(optim, "lr_ratios", lambda model, cfg: {model.wte.weight: 2.0})
     optimizer = optim.build(net, cfg)
     optimizer.set_lr(0.125)
     rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -199,9 +199,15 @@ def test_a_module_that_ranks_cannot_cut_is_refused_by_name(apply, flags, said, p
         apply(model.Model(model.ModelConfig(**SIZES, **flags)), dist.group.WORLD)
 
 
-def test_neighbours_between_sums_are_refused_where_tp_cuts_the_stream(pretended):
+def test_neighbours_of_the_stream_are_refused_where_tp_cuts_it(pretended):
+    """Those that a sum gives to its readers see all tokens."""
     dist.init_process_group()
-    net = model.Model(model.ModelConfig(**SIZES))
-    net.blocks[1].earlier = model.Neighbours(1)
-    with pytest.raises(ValueError, match=r"tp=4 cuts the stream along T where blocks\.1\.earlier reads it; put"):
-        tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
+    net = model.Model(model.ModelConfig(**SIZES, conv=4))
+    read = net.blocks[1].sums[0]
+    read.earlier = model.Neighbours(1)
+    tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
+    idx = torch.zeros(2, 16, dtype=torch.int64)
+    net(idx)
+    read.register_forward_pre_hook(lambda module, args: module.earlier(*args) and None)
+    with pytest.raises(ValueError, match=r"tp=4 cuts the stream along T where blocks\.1\.sums\.0\.earlier reads it"):
+        net(idx)
