@@ -39,7 +39,8 @@ SLOTS = {"n_slot": 5}
 LAYERS = {  # layer of a superblock -> its other flags
     "c+p": {},
     "c/2+p.swiglu/2,c/2+p.relu2/2": {},
-    "c.gelu,p.softmax": {"conv": 4},
+    "c.gelu,p.softmax": {"conv": 4, "value_embedding": True},
+    "c.joint_slots,c.own_slots": SLOTS | {"value_embedding": True},
     "c.stream.sigmoid,p.matrix": {},
     "c.none+s,m": SLOTS | OBJECTIVES[2],
     "c,s.swiglu,m.stream.relu": SLOTS | OBJECTIVES[2],
