@@ -30,8 +30,7 @@ class Work:
 
 def flops(model: Model, T: int, source: int = 0) -> int:
     """Matmul FLOPs of forward and backward for a sequence of T tokens and its source: 6 per token and weight that it
-    reads (head and convolutions count, the embedding does not), plus 3 times attention's forward (arXiv:2204.02311,
-    appendix B)."""
+    reads (also of the head and convolutions), plus 3 times attention's forward (arXiv:2204.02311, appendix B)."""
     total = sum(6 * m.weight.numel() * T for m in model.modules() if isinstance(m, Convolution))
     for name, m in model.named_modules():
         if isinstance(m, Linear):
@@ -56,7 +55,8 @@ def read_share(m: Linear, cfg) -> Fraction:
 
 def n_read(model: Model) -> int:
     """Number of parameters that a token reads: all but those of the experts that its routers do not choose."""
-    unread = sum(m.weight.numel() * (1 - read_share(m, model.cfg)) for m in model.modules() if isinstance(m, Linear))
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    unread = sum(p.numel() * (1 - read_share(m, model.cfg)) for m in layers for p in m.parameters())
     return model.n_params() - int(unread)
 
 

@@ -1,5 +1,7 @@
 """Experts against transformers' blocks by copied weights, a loop over tokens, and a dense MLP, in float64."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -110,13 +112,15 @@ def test_the_bias_of_an_expert_has_its_load_as_gradient():
 
 
 def test_a_token_reads_its_share_of_the_parameters():
-    """Two of six experts, in the matrix products too; with a shared one each has a third of the units, not a half."""
+    """Two of six experts, in the matrix products too; with a shared one each has a third of the units, not a half. Each
+    has a bias of its result, and the router one."""
     router = L * E * C
-    dense = Model(ModelConfig(**SIZE | {"n_expert": 0, "mlp_ratio": 3}), seed=0)
-    assert n_read(dense) == dense.n_params()
-    for shared in (0, 1):
-        sparse = Model(ModelConfig(**SIZE | {"n_expert_shared": shared, "mlp_ratio": 3}), seed=0)
-        assert n_read(sparse) == dense.n_params() + router + L * E
+    for bias, shared in itertools.product((False, True), (0, 1)):
+        dense = Model(ModelConfig(**SIZE | {"n_expert": 0, "mlp_ratio": 3, "bias": bias}), seed=0)
+        assert n_read(dense) == dense.n_params()
+        flags = SIZE | {"n_expert_shared": shared, "mlp_ratio": 3, "bias": bias}
+        sparse = Model(ModelConfig(**flags), seed=0)
+        assert n_read(sparse) == dense.n_params() + router + L * E + bias * L * (E + (1 + shared) * C)
         assert flops(sparse, T) == flops(dense, T) + 6 * T * router
 
 
