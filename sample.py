@@ -41,7 +41,7 @@ from engine.config import Config
 from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.plan import memory
-from engine.text import Sample, prompt_ids, read_prompt
+from engine.text import Sample, check_id, prompt_ids, read_prompt
 from flags import Flags, refuse
 from model import Model
 
@@ -62,7 +62,7 @@ class SampleConfig(Flags):
     # --- sample
     out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none
-    blank: str = "<mask>"  # text in the prompt that marks a missing token (masked) or span (seq2seq)
+    blank: str = "<mask>"  # [blank!=''] text in the prompt that marks a missing token (masked) or span (seq2seq)
     num_samples: int = 1  # [>0] samples of the same prompt, generated in one batch
     max_new_tokens: int = 500  # [>0] largest length of a sample; end-of-text or `stop` ends it earlier
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
@@ -75,10 +75,6 @@ class SampleConfig(Flags):
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(self.blank != "", "blank='' must not be empty; set it to a text such as <mask>")
 
 
 def distribution(logits: Tensor, cfg: SampleConfig) -> Tensor:
@@ -231,8 +227,7 @@ def main(argv: list[str] | None = None):
         if kind == "target" and "temperature" not in cfg.sources:
             cfg.temperature = 0.0
         ids = read_ids(cfg, kind, model.cfg, tokenizer, prompt)
-        own = model.cfg.vocab_size
-        require(max(ids) < own, f"the prompt has token id {max(ids)}, and the model has {own}; see to its tokenizer")
+        check_id("the prompt", max(ids), model.cfg.vocab_size)
         idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
         generator = torch.Generator(device).manual_seed(cfg.seed)
         sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import one_line, say
+from data.errors import one_line, require, say
 from data.files import decoded, read_file
 from data.tokenizer import Tokenizer
 
@@ -40,6 +40,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if not prompt and tokenizer.eot is None:
         prompt = "\n"
     return tokenizer.encode_first(prompt).tolist() or [tokenizer.eot]
+
+
+def check_id(where: str, largest: int, vocab_size: int):
+    """ValueError if a model with this vocabulary lacks the largest token of a text."""
+    fact = f"{where} has token id {largest}, and the model has {vocab_size}"
+    require(largest < vocab_size, f"{fact}; see to its tokenizer")
 
 
 def text_batches(

@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.config import Config
 from engine.device import resolve_device
-from engine.text import prompt_ids, read_prompt
+from engine.text import check_id, prompt_ids, read_prompt
 from flags import Flags, refuse
 from tools.curves import GREY, MATPLOTLIB, require_matplotlib, save
 from tools.heads import contextual_mlp, reader_of, visible
@@ -187,6 +187,7 @@ def read_texts(cfg: LensConfig, flags: Config, tokenizer: Tokenizer) -> tuple[li
     limit = flags.block_size
     for name, ids in (("start", text), ("source", source or [])):
         require(len(ids) <= limit, f"{name}: {len(ids)} tokens do not fit in block_size={limit}; shorten it")
+        check_id(name, max(ids, default=0), flags.vocab_size)
     return text, source
 
 

@@ -21,6 +21,7 @@ from data.tokenizer import CharTokenizer
 from engine.checkpoint import weights
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model
+from tools import lens
 
 RUNS = {
     "causal": ["--pos=rope", "--doc_mask=True"],
@@ -211,7 +212,8 @@ def test_a_folder_of_hugging_face(figures, tmp_path, capsys):
     tokenizer.add_tokens(["sat on"])
     tokenizer.save_pretrained(folder)
     said = f"has token id {len(tokenizer) - 1}, and the model has {len(tokenizer) - 1};"
-    refused(sample.main, [where, "--device=cpu", "--start=the cat sat on"], capsys, [said])
+    for program in (sample, lens):
+        refused(program.main, [where, "--device=cpu", "--start=the cat sat on"], capsys, [said])
 
 
 def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
