@@ -79,7 +79,7 @@ def check_limits(cfg: Flags):
 def refuse_unused(cfg: Flags, name: str) -> NoReturn:
     """Raise ValueError: the flag has no effect beside the others."""
     rules = [rule for rule in documented(type(cfg))[name].rules if not holds(cfg, rule)]
-    words = re.sub(r"\w+", lambda word: fact(cfg, word[0]) or word[0], " and ".join(rules))
+    words = in_words(type(cfg), " and ".join(rules))
     others = rests_on(cfg, name)
     states = ", ".join(f"{other}={getattr(cfg, other)}" for other in others)
     refuse(cfg, name, f"used only with {words}, and here {states}; leave it out or change {' or '.join(others)}")
@@ -94,15 +94,20 @@ def rests_on(cfg: Flags, name: str) -> list[str]:
     """The flags that decide whether this one has an effect. Facts follow from block and from its layers."""
     terms = re.split(" and | or ", " and ".join(documented(type(cfg))[name].rules))
     names = [TERM.fullmatch(term)[1] for term in terms]
-    if any(fact(cfg, name) for name in names):
+    if any(fact(type(cfg), name) for name in names):
         names += ["block", "layer" if cfg.block == "superblock" else "n_dense_layer"]
     return [name for name in dict.fromkeys(names) if name in cfg.__dataclass_fields__]
 
 
-def fact(cfg: Flags, name: str) -> str | None:
+def fact(cls: type, name: str) -> str | None:
     """The words of a fact; None if this is the name of none."""
-    found = getattr(type(cfg), name, None)
+    found = getattr(cls, name, None)
     return found.__doc__ if isinstance(found, property) else None
+
+
+def in_words(cls: type, rule: str) -> str:
+    """The rule, with the words of its facts."""
+    return re.sub(r"\w+", lambda word: fact(cls, word[0]) or word[0], rule)
 
 
 def holds(cfg: Flags, rule: str) -> bool:

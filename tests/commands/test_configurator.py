@@ -232,11 +232,11 @@ def test_binary_or_large_files_are_refused(tmp_path):
 
 
 def test_tables_name_flags_and_say_when_they_are_used():
-    names, cfg = {field.name for field in fields(Config)}, Config()
+    names = {field.name for field in fields(Config)}
     for name, flag in documented(Config).items():
         for term in re.split(" and | or ", " and ".join(flag.rules)):
             first = re.match(r"\w*", term)[0]
-            assert not first or first in names or fact(cfg, first), f"{name}: {term} names neither flag nor fact"
+            assert not first or first in names or fact(Config, first), f"{name}: {term} names neither flag nor fact"
         assert all(re.fullmatch(r"[<>]=?-?\d+(e\d+)?", limit) for limit in flag.limits), name
     for targets in Config.NANOGPT.values():
         assert set(targets) <= names
@@ -326,6 +326,7 @@ def test_help_names_every_flag(capsys, flag):
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name
         assert re.search(rf"^  --{field.name}=\S* +[^:]+: \S", text, re.M), f"{field.name} has no doc"
+    assert "[n_expert=0 or a layer with experts]" in " ".join(text.split())  # has_e, in words
 
 
 def test_user_errors(capsys):

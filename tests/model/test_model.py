@@ -567,7 +567,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     (JOINT | {"doc_mask": True, "pos": "rope"}, ["doc_mask=True", "pos=rope", "layer=", "use own_slots"]),
     ({"conv": 1}, ["conv=1: used only with conv!=1"]),
     ({"conv": 65}, ["conv=65: must be <=64"]),
-    ({"value_embedding": True, "block": "superblock", "layer": "p;c,p"}, ["with a c in layer 0, 2, 4, ..., and here"]),
+    ({"value_embedding": True, "block": "superblock", "layer": "p;c,p"}, ["a c in layer 0, 2, 4, ..., and here"]),
     ({"conv": 4, "objective": "masked"}, ["conv=4: used only with objective=causal"]),
     ({"block": "superblock", "layer": "c,e.heads", "n_expert": 4}, ["layer=", "experts may have only another map"]),
     *(({"pos": "rope", "rope_scaling": each}, ["rope_scaling=", each, "linear:F"])
