@@ -26,7 +26,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from engine.parallel.owners import Part
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = """
@@ -217,3 +220,9 @@ def train_runs(all_flags: list[list[str]], saved: bool = True):
     train.leave = lambda: None
     for flags in all_flags:
         train_main(flags)
+
+
+def part_of(whole: Tensor, part: Part) -> Tensor:
+    """What a rank holds of a whole tensor, as `part` is placed in another one of this shape."""
+    ends = (start + n for start, n in zip(part.offsets, part.tensor.shape, strict=True))
+    return whole[tuple(map(slice, part.offsets, ends))]

@@ -40,11 +40,6 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor."""
-        ends = (start + n for start, n in zip(self.offsets, self.tensor.shape, strict=True))
-        return whole[tuple(map(slice, self.offsets, ends))]
-
 
 @cache
 def place(weight: Weight, rank: int) -> tuple[tuple[slice, ...], int]:

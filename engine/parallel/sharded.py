@@ -167,12 +167,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: Mapping[str, Tensor]):
-        """Copy into each parameter its part of the full tensor of that name. A vocabulary's padding, which this tensor
-        may lack, becomes 0."""
+        """Copy into each parameter its part of the full tensor of that name, with 0 for a vocabulary's padding."""
         for name, p in self.model.named_parameters():
-            part = self.part(name, p)
-            rows = part.of(weights[name])
-            part.tensor.zero_()[: len(rows)].copy_(rows)
+            slices, _ = place(self.weights[name], self.ranks.rank)
+            rows = weights[name][slices]
+            local(p).zero_()[: len(rows)].copy_(rows)
 
     # ---- one step
 

@@ -24,7 +24,7 @@ from helpers import (
     losses,
     steps_of,
 )
-from ranks import launch, train_runs
+from ranks import launch, part_of, train_runs
 
 import ops
 from configurator import parse
@@ -332,7 +332,7 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
         part, whole = replica.part(name, p), weights.get(name, weights["wte.weight"]).detach()
         padded = torch.full(part.shape, torch.nan)  # of the vocabulary
         padded[: len(whole)] = whole
-        expected = part.of(padded)
+        expected = part_of(padded, part)
         known = ~expected.isnan()
         assert torch.equal(part.tensor[known], expected[known]), name
 
