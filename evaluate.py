@@ -48,10 +48,11 @@ from engine.config import Config
 from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.evaluation import byte_lengths, mean_loss
 from engine.parallel.connection import environment
-from engine.parallel.ranks import Ranks, check_flags, join, leave
+from engine.parallel.ranks import Ranks, join, leave
 from engine.plan import memory
-from engine.text import read_text, text_batches
-from flags import Flags
+from engine.plan.estimate import Rank
+from engine.text import check_id, read_text, text_batches
+from flags import Flags, refuse
 
 LARGEST_TEXT = 2**28  # bytes
 
@@ -80,8 +81,7 @@ class EvaluateConfig(Flags):
 
 
 class Evaluated(NamedTuple):
-    """What is evaluated: its name, batches, the bytes of each token (V,) or why they are not known, and with --answers
-    the stream of pairs."""
+    """What is evaluated: its name, batches, the bytes of each token or why they are not known; pairs for --answers."""
 
     name: str
     batches: Iterable[dict[str, Tensor]]
@@ -96,8 +96,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     tokenizer = found.tokenizer()
     ids = torch.from_numpy(tokenizer.encode_first(text))
     require(len(ids) > 1, f"file={cfg.file} has {len(ids)} tokens, and the first is not predicted; give more text")
-    own = flags.vocab_size
-    require(ids.max() < own, f"file={cfg.file} has token id {ids.max()}, and the model has {own}; see to its tokenizer")
+    check_id(f"file={cfg.file}", int(ids.max()), flags.vocab_size)
     batches = text_batches(ids, flags.block_size, cfg.batch_size, ranks.data_rank, ranks.data_size, ranks.device)
     return Evaluated(cfg.file, batches, torch.from_numpy(tokenizer.byte_lengths).to(ranks.device))
 
@@ -125,10 +124,10 @@ def evaluate(
     `file`. Every rank calls it."""
     flags = found.config(**machine)
     limit = flags.block_size
-    fact = f"block_size={cfg.block_size} is more than the model's {limit}"
-    require(cfg.block_size <= limit, f"{fact}; lower it, or use other data")
+    if cfg.block_size > limit:
+        refuse(cfg, "block_size", f"is more than the model's {limit}; lower it, or use other data")
     shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
-    memory.check_batch(shorter, ranks.device, ranks.size)
+    memory.check_batch(Rank(shorter, ranks.size, ranks.device))
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     sharded = found.load(flags, ranks)
     loss = mean_loss(sharded, part.batches, part.token_bytes)
@@ -168,7 +167,6 @@ def main(argv: list[str] | None = None):
             "batch_size": cfg.batch_size, "gradient_accumulation_steps": size,
             "init_from": f"checkpoint:{cfg.out_dir}",
         }  # fmt: skip
-        check_flags(Config(**machine))
         ranks = join(Config(**machine))
         if cfg.dataset:
             machine |= {"dataset": cfg.dataset, "pairs": "auto"}

@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None):
             stored, origin = run_state.stored_flags(cleanup, chosen)
             cfg = resolve(Config, given, stored, origin)
             if cfg.plan:
-                return show_plan(cfg)
+                if cfg.vocab_size == 0:
+                    open_with_objective(cfg)  # which settles it
+                return print(plan.report(plan.Plan(cfg)))
             environment()  # if it or the data are wrong, the run is refused before out_dir is looked at
             data, objective = open_with_objective(cfg)
             if not cfg.eval_only and cfg.init_from != "resume":
@@ -303,13 +305,6 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
     same = state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash)
     require(same, f"dataset={cfg.dataset} has another tokenizer than the run in {cfg.out_dir}; use the same data")
     return stepper, state
-
-
-def show_plan(cfg: Config):
-    """Print what the run would cost on cfg.world_size GPUs. Without --vocab_size it opens the data."""
-    if cfg.vocab_size == 0:
-        open_with_objective(cfg)  # which settles it
-    print(plan.report(plan.Plan(cfg)))
 
 
 if __name__ == "__main__":

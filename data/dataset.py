@@ -68,7 +68,7 @@ class TokenStream:
             stop = min(end, self.starts[i + 1])
             parts.append(self.shards[i][start - first : stop - first].astype(np.int64))
             start = stop
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,8 @@ class DataSet:
         return any(split.endswith(MASK) for split in self.meta.get("splits", {}))
 
     def split(self, name: str) -> TokenStream:
-        """Opens the tokens of "train" or "val" after checks of sizes and recorded largest ids, with `verify` also of
-        the checksums. In files without a record, the batch that reads it finds a wrong id. The sources of a mixture
-        follow one another."""
+        """Opens the tokens of "train" or "val", of a mixture's sources in turn, after checks of sizes and recorded
+        largest ids, with `verify` also of checksums. In files without a record, a batch finds a wrong id."""
         if self.sources:
             stream = self._mixed(name)
         else:

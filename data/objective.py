@@ -58,8 +58,6 @@ class Objective:
     even = False  # whether all windows have equally many targets, so that a step need not count them
 
     def __post_init__(self):
-        require(0 < self.corrupt_ratio < 1, f"corrupt_ratio={self.corrupt_ratio} must be above 0 and below 1")
-        require(self.span_length >= 1, f"span_length={self.span_length} must be at least 1 token")
         if self.doc_mask and self.eot is None:
             raise ValueError("doc_mask=True needs data with an end-of-text id; set it to False, or use tokenizer byte")
         if self.eot is None:

@@ -201,6 +201,7 @@ class Metrics(Silent):
         if cfg.wandb_log:
             self.loggers.append(Wandb(folder, cfg))
         self.console = Console(cfg.max_iters)
+        self.say = self.console.line  # which the file does not have
         self.started = time.perf_counter()
         self.since = self.started  # start of the interval to the next log
 
@@ -245,10 +246,6 @@ class Metrics(Silent):
             yield
         finally:
             self.since += time.perf_counter() - start
-
-    def say(self, text: str):
-        """Prints a line on the console only."""
-        self.console.line(text)
 
     def end(self, how: str, stopped: bool):
         """Prints how the run has ended, and what one may type next."""

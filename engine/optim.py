@@ -59,9 +59,7 @@ def cosine(step: int, end: int, cfg) -> float:
 
 def wsd(step: int, end: int, cfg) -> float:
     """Warm-up, stable, decay (arXiv:2404.06395): linear over the last cooldown_iters to min_lr at step `end`."""
-    if step >= end:
-        return cfg.min_lr
-    left = min(1.0, (end - step) / (cfg.cooldown_iters or max(1, end // 5)))
+    left = min(1.0, max(0, end - step) / (cfg.cooldown_iters or max(1, end // 5)))
     return cfg.min_lr + left * (cfg.learning_rate - cfg.min_lr)
 
 
@@ -307,8 +305,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
 
 
 def lr_ratios(model: nn.Module, cfg) -> dict[nn.Parameter, float]:
-    """Parameters that Muon does not train and that have learning rates of their own -> these, relative to
-    cfg.learning_rate."""
+    """The learning rates, relative to cfg.learning_rate, of parameters that have their own and no Muon."""
     if not cfg.conv_lr:
         return {}
     return {m.weight: cfg.conv_lr / cfg.learning_rate for m in model.modules() if isinstance(m, Convolution)}

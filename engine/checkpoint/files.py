@@ -62,9 +62,8 @@ def save(
 
 
 def find(where: str | Path) -> Path:
-    """The step directory that `where` means: itself; the one that a file RUN/latest or RUN/best names; for a run's
-    folder, the one that its file `latest` names. If the user has deleted that of `latest`, the newest one. Raises
-    FileNotFoundError."""
+    """The step directory that `where` means: itself; the one that a file RUN/latest or RUN/best names; of a run's
+    folder, that of `latest`, or the newest if the user has deleted it. Raises FileNotFoundError."""
     where = Path(os.path.expanduser(where))
     if (where / "state.json").is_file():
         return where

@@ -58,8 +58,7 @@ def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool 
 
 
 def exchanged(read: Callable, group: ProcessGroup, rows: Tensor, ends: Tensor) -> Tensor:
-    """Experts.read of experts on all ranks of the group: rows (N, C) of the first expert, of the second, ..., with the
-    ends (E,) -> (N, C)."""
+    """Experts.read of experts on all ranks of the group: rows (N, C) by expert, with the ends (E,) -> (N, C)."""
     n = dist.get_world_size(group)
     load = ends.diff(prepend=ends.new_zeros(1))  # rows of this rank for each expert (E,)
     coming = torch.empty_like(load)  # rows of each rank for each expert of this rank (n, E/n), flat

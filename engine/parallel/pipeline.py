@@ -58,8 +58,7 @@ def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
 
 class StageModel(nn.Module):
     """A stage's part of the model, computed under autocast. x is idx in the first stage and the stream (B, T, C) in
-    others, and `batch` holds the arguments of Model.forward. The result is the loss in the last stage and the stream in
-    others."""
+    others, and `batch` holds the arguments of Model.forward. The result is the last stage's loss, or the stream."""
 
     def __init__(self, model: Model, autocast: Callable, first: bool):
         super().__init__()
@@ -131,8 +130,7 @@ class Pipeline:
 
     def backward(self, batches: list[dict[str, Tensor]]) -> Tensor:
         """The mean loss, detached, of n_micro batches (arguments of Model.forward by name); 0 before the last stage.
-        Its gradient is left in p.grad, which must be None before, because the gradients of both ends of a tied weight
-        are added once."""
+        Its gradient is left in p.grad, which must be None before: those of the ends of a tied weight are added once."""
         batch = {name: [each[name] for each in batches] for name in batches[0]}
         if "doc_starts" in batch:  # whose widths differ
             n = max(x.size(1) for x in batch["doc_starts"])

@@ -100,8 +100,7 @@ def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
     """Keep this rank's slices of the model's parameters, and insert the collectives. Call it before FSDP, DDP and
-    torch.compile, on a whole model that has the same weights on all ranks. ValueError names a parameter whose module
-    declares no role."""
+    torch.compile, on a whole model with equal weights on all ranks. ValueError names a parameter without a role."""
     cuts = {name: sharded_dim(model, name) for name, _ in model.named_parameters()}  # may raise before any cut
     n = dist.get_world_size(group)
     rank = dist.get_rank(group)

@@ -28,13 +28,13 @@ def check_training(cfg, device: torch.device, size: int):
         remedy = "use a machine with more memory, make the model smaller, or divide it among more ranks"
         names = ["vocab_size", *(name for name in SIZES if name in cfg.sources)]
         refuse(cfg, " ".join(names), f"{lack}; {remedy} with --parallel=fsdp; see --plan=True")
-    check_batch(cfg, device, size)
+    check_batch(rank)
 
 
-def check_batch(cfg, device: torch.device, size: int):
+def check_batch(rank: Rank):
     """ValueError if a rank can never have the memory for one micro-batch's residual stream, the least activations."""
-    if lack := shortage(Rank(cfg, size, device).streams[0], device):
-        refuse(cfg, "batch_size", f"{lack}; make it smaller")
+    if lack := shortage(rank.streams[0], rank.device):
+        refuse(rank.cfg, "batch_size", f"{lack}; make it smaller")
 
 
 def check_weights(path, flags, size: int, device: torch.device):
