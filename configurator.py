@@ -130,9 +130,10 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
             overruled = any(other in dropped or sources.get(other) == COMMAND_LINE for other in rests_on(cfg, name))
             if name in sources and (sources[name] == COMMAND_LINE or not overruled):
                 refuse_unused(cfg, name)
-        for name in without_effect:  # beside whose defaults others may have no effect
-            dropped.add(name)
-            del values[name], vars(cfg)[name]
+        for name in without_effect:
+            del values[name]
+            delattr(cfg, name)  # beside the default, other flags may have no effect
+        dropped.update(without_effect)
     cfg.__init__(**values)
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)

@@ -1103,7 +1103,7 @@ class Model(Stack):
             flags.objective = "masked"
             flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
             self.encoder = Stack(flags)
-        self.chunk_loss = ops.chunk_loss  # or the same function, compiled
+        self.chunk_loss = ops.chunk_loss  # or it compiled, or that of tensor parallelism
         self.n_targets = None  # or the number of targets of all micro-batches of a step
         self.tie()
         check_initial(self)

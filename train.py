@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None):
             if cfg.plan:
                 if cfg.vocab_size == 0:
                     open_with_objective(cfg)  # which settles it
-                return print(plan.report(plan.Plan(cfg)))
+                print(plan.report(plan.Plan(cfg)))
+                return
             environment()  # if it or the data are wrong, the run is refused before out_dir is looked at
             data, objective = open_with_objective(cfg)
             if not cfg.eval_only and cfg.init_from != "resume":

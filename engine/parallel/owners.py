@@ -79,8 +79,7 @@ class Owners:
         return place(matrix, rank)[1] == place(matrix, self.owner[key])[1]
 
     def on_full(self, updates: dict, change: Callable[[dict], None]):
-        """Replace this rank's parts of the updates by those of the full updates, after `change` has changed each in
-        place on its owner."""
+        """Replace this rank's parts of the updates by those of the full ones, each changed by its owner, in place."""
         me = dist.get_rank(self.group)
         like = next(iter(updates.values()))
         owned = [[key for key in updates if self.owner[key] == rank] for rank in self.ranks]  # by each rank
