@@ -110,7 +110,7 @@ def read(where: str | Path, action: Callable[[Path, dict], T]) -> T:
 
 def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Saved]:
     """name -> shape, dtype and pieces of every tensor in the checkpoint with this state. Every rank calls it. With
-    `average`, that of the weights (ema_decay) is under their names. Raises Damaged, or ValueError without an average."""
+    `average`, that of weights (ema_decay) is under their names. Raises Damaged, or ValueError without an average."""
     index = together(partial(contents.read_index, path, state))
     if not average:
         return index
