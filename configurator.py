@@ -50,8 +50,7 @@ NO_VALUE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryErro
 ALLOWED = "a config file holds only name = value; a value is a literal or arithmetic over literals and earlier names"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading
 
 
 class Setting(NamedTuple):
@@ -235,8 +234,7 @@ def shown(node: ast.AST) -> str:
     return ast.unparse(node).splitlines()[0][:60]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Values
+# ---- Values
 
 
 def coerce(value: Any, kind: Any) -> Any:

@@ -169,8 +169,7 @@ def flag_of(section: str, doc: str) -> Flag:
     return Flag(section, doc, rules, limits)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers
+# ---- Layers
 
 
 class Reader(NamedTuple):

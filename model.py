@@ -118,8 +118,7 @@ class ModelConfig(LayerFlags):
         return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Norms
+# ---- Norms
 
 
 class LayerNorm(nn.LayerNorm):
@@ -195,9 +194,8 @@ def norm(cfg: ModelConfig, role: str) -> nn.Module:
     return with_role(NORM[kind](cfg), role)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Positions: each --pos has a class that acts on the embedding and one that acts on q, k and v. t (T,) holds absolute
-# positions; with doc_positions the embedding gets positions (B, T) within the documents.
+# ---- Positions: each --pos has a class that acts on the embedding and one that acts on q, k and v
+# t (T,) holds absolute positions; with doc_positions the embedding gets positions (B, T) within the documents.
 
 
 def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
@@ -403,8 +401,7 @@ def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
     return kinds[pattern[layer % len(pattern)]](cfg)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear layers
+# ---- Linear layers
 
 
 class Linear(nn.Linear):
@@ -456,10 +453,10 @@ class NearIdentity(Linear):
         return self.skip(self.same(x)) + self.resid(super().forward(x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream. Each is sum_j phi(q . k_j) v_j W_O
-# over a pool of keys k_j and values v_j: those of tokens, learned slots, or the rows and columns of an MLP's matrices.
-# A Reader (flags.py) has its choices: Reader("attn", source="context", query="heads", phi="softmax", out="matrix").
+# ---- Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream
+# Each is sum_j phi(q . k_j) v_j W_O over a pool of keys k_j and values v_j: those of tokens, learned slots, or the rows
+# and columns of an MLP's matrices. A Reader (flags.py) has its choices: Reader("attn", source="context", query="heads",
+# phi="softmax", out="matrix").
 
 
 class Inputs(NamedTuple):
@@ -886,8 +883,7 @@ class Experts(MLP):
         return y if self.shared is None else y + self.shared(x, inputs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Blocks
+# ---- Blocks
 
 
 class Neighbours(nn.Module):
@@ -1045,8 +1041,7 @@ class Block(nn.Module):
         return s
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
+# ---- Model
 
 
 class Stack(nn.Module):

@@ -18,8 +18,7 @@ from data.errors import require
 from flags import READER
 from model import ModelConfig, hidden_units
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The keys of a file
+# ---- The keys of a file
 
 # Keys that say nothing about the logits, whatever their values
 UNREAD = {
@@ -68,8 +67,7 @@ def refuse_rest(keys: dict, neutral: dict[str, Any]):
             raise ValueError(f"nothing here reads {name!r:.80}={value!r:.80}; {remedy}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The reader and the writer
+# ---- The reader and the writer
 
 SAME = {  # key -> our flag of the same meaning and type
     "vocab_size": "vocab_size",
@@ -181,8 +179,7 @@ class Family:
         return [f"{start}{each}.{kind}" for each in names.split()], conversions
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts of the reader
+# ---- Parts of the reader
 
 
 def heads(keys: dict, flags: dict) -> dict:

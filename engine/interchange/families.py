@@ -26,8 +26,7 @@ from engine.interchange.tokenizer import keeps_ids
 from flags import READER, unused
 from model import ModelConfig, hidden_units
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layouts of weights
+# ---- Layouts of weights
 
 
 class Conversion(NamedTuple):
@@ -68,8 +67,7 @@ PLUS_ONE = Conversion(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms
 SCALE = Conversion(scale_queries, lambda x, *_: x)  # a file that we write has query_pre_attn_scalar = D
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Families
+# ---- Families
 
 LLAMA = {
     "wte": ("model.embed_tokens",),
@@ -189,8 +187,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which family expresses a model of ours
+# ---- Which family expresses a model of ours
 
 # Flags that matter only in training, and two that network() says by others: attention (n_kv_head), window (its pattern)
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}

@@ -32,8 +32,7 @@ BUFFERS = re.compile(r".*(rotary\w*[.]inv_freq|(attn|attention)[.](masked_)?bias
 ROOT = Path(__file__).parents[2]
 CODE = (ROOT / "model.py", ROOT / "ops.py", ROOT / "flags.py", Path(__file__).with_name("modeling_superblock.py"))
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names and shapes of both
+# ---- Names and shapes of both
 
 
 class Own(Family):
@@ -73,8 +72,7 @@ def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tens
     return dict(zip(names, x.split(rows), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading
 
 
 class Pretrained(Mapping[str, Tensor]):
@@ -204,8 +202,7 @@ def open_files(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing
 
 
 def write_hf(
