@@ -31,7 +31,7 @@ import torch
 from data.errors import require
 from engine.help import alternatives, choices, usage
 from engine.retired import CHANGED_NO_NUMBER, is_retired
-from flags import Flags, check_limits, refuse_unused, rests_on, setting, unused
+from flags import Flags, check_limits, documented, refuse_unused, rests_on, setting, unused
 from model import Model, ModelConfig
 
 T = TypeVar("T")
@@ -123,16 +123,17 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     vars(cfg).update(values, sources=sources)
     if isinstance(cfg, Flags):
         check_limits(cfg)  # facts count layers
-    dropped = set()
+    overruled = set()  # by the command line
     while without_effect := [name for name in unused(cfg) if name in values]:
         for name in without_effect:
-            overruled = any(other in dropped or sources.get(other) == COMMAND_LINE for other in rests_on(cfg, name))
-            if name in sources and (sources[name] == COMMAND_LINE or not overruled):
+            others = rests_on(cfg, documented(cls)[name].rules)
+            if any(other in overruled or sources.get(other) == COMMAND_LINE for other in others):
+                overruled.add(name)
+            if name in sources and (sources[name] == COMMAND_LINE or name not in overruled):
                 refuse_unused(cfg, name)
         for name in without_effect:
             del values[name]
             delattr(cfg, name)  # beside the default, other flags may have no effect
-        dropped.update(without_effect)
     cfg.__init__(**values)
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)

@@ -77,10 +77,12 @@ def check_limits(cfg: Flags):
 
 
 def refuse_unused(cfg: Flags, name: str) -> NoReturn:
-    """Raise ValueError: the flag has no effect beside the others."""
+    """Raise ValueError: the flag has no effect beside the others, or is never so."""
     rules = [rule for rule in documented(type(cfg))[name].rules if not holds(cfg, rule)]
     words = in_words(type(cfg), " and ".join(rules))
-    others = rests_on(cfg, name)
+    others = rests_on(cfg, rules)
+    if others == [name]:
+        refuse(cfg, name, f"needs {words}")
     states = ", ".join(f"{other}={getattr(cfg, other)}" for other in others)
     refuse(cfg, name, f"used only with {words}, and here {states}; leave it out or change {' or '.join(others)}")
 
@@ -90,9 +92,9 @@ def unused(cfg: Flags) -> list[str]:
     return [name for name, flag in documented(type(cfg)).items() if not all(holds(cfg, rule) for rule in flag.rules)]
 
 
-def rests_on(cfg: Flags, name: str) -> list[str]:
-    """The flags that decide whether this one has an effect. Facts follow from block and from its layers."""
-    terms = re.split(" and | or ", " and ".join(documented(type(cfg))[name].rules))
+def rests_on(cfg: Flags, rules: list[str]) -> list[str]:
+    """The flags that decide whether these rules hold. Facts follow from block and from its layers."""
+    terms = re.split(" and | or ", " and ".join(rules))
     names = [TERM.fullmatch(term)[1] for term in terms]
     if any(fact(type(cfg), name) for name in names):
         names += ["block", "layer" if cfg.block == "superblock" else "n_dense_layer"]
@@ -106,8 +108,8 @@ def fact(cls: type, name: str) -> str | None:
 
 
 def in_words(cls: type, rule: str) -> str:
-    """The rule, with the words of its facts."""
-    return re.sub(r"\w+", lambda word: fact(cls, word[0]) or word[0], rule)
+    """The rule, with the words of its facts in quotes."""
+    return re.sub(r"\w+", lambda word: f"'{fact(cls, word[0])}'" if fact(cls, word[0]) else word[0], rule)
 
 
 def holds(cfg: Flags, rule: str) -> bool:
@@ -135,7 +137,12 @@ def documented(cls: type) -> dict[str, Flag]:
     for owner in reversed(cls.__mro__):
         if "__dataclass_fields__" in vars(owner):
             found |= read_source(owner)
-    return {each.name: found[each.name] for each in fields(cls)}
+    in_order = {}
+    for each in fields(cls):
+        flag = found[each.name]
+        doc = re.sub(r"\[.*?\]", lambda rule: in_words(cls, rule[0]), flag.doc)
+        in_order[each.name] = flag._replace(doc=doc)
+    return in_order
 
 
 def read_source(owner: type) -> dict[str, Flag]:
@@ -366,7 +373,8 @@ class LayerFlags(Flags):
     @property
     def has_even_c(self) -> bool:
         """a c in layer 0, 2, 4, ..."""
-        even = range(0, min(self.n_layer, 2 * len(self.strings)), 2)  # after which the strings repeat
+        n_layer = max(self.n_layer, self.n_encoder_layer)
+        even = range(0, min(n_layer, 2 * len(self.strings)), 2)  # after which the strings repeat
         return any(reader.source == "context" for layer in even for readers in self.sums(layer) for reader in readers)
 
     @property

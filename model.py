@@ -87,7 +87,7 @@ class ModelConfig(LayerFlags):
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
     n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
-    value_embedding: bool = False  # [block!=simplified* and has_even_c] a token adds a vector to v in layers 0, 2, ...
+    value_embedding: bool = False  # [block!=simplified*] [has_even_c] a token adds a vector to v in layers 0, 2, ...
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)

@@ -1,6 +1,5 @@
 """Flags as text: what --help prints, and the config file that a run leaves in its folder."""
 
-import re
 import textwrap
 from collections.abc import Iterable
 from itertools import groupby
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data.files import write_file
-from flags import documented, in_words, unused
+from flags import documented, unused
 
 
 def alternatives(kind: Any) -> list[Any]:
@@ -46,8 +45,7 @@ def help_lines(cls: type, name: str) -> list[str]:
     """A flag with its default, its type or choices, and its doc."""
     left = f"  --{name}={getattr(cls, name)}"
     kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
-    doc = re.sub(r"\[.*?\]", lambda rule: in_words(cls, rule[0]), documented(cls)[name].doc)
-    first, *others = textwrap.wrap(f"{kinds}: {doc}", 60, break_on_hyphens=False)
+    first, *others = textwrap.wrap(f"{kinds}: {documented(cls)[name].doc}", 60, break_on_hyphens=False)
     return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]
 
 

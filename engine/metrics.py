@@ -201,7 +201,7 @@ class Metrics(Silent):
         if cfg.wandb_log:
             self.loggers.append(Wandb(folder, cfg))
         self.console = Console(cfg.max_iters)
-        self.say = self.console.line  # which the file does not have
+        self.say = self.console.line  # prints a line on the console alone
         self.started = time.perf_counter()
         self.since = self.started  # start of the interval to the next log
 

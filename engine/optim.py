@@ -25,8 +25,7 @@ from engine.parallel.owners import Owners, local
 from engine.parallel.sharded import ShardedModel, load_biases
 from model import Convolution, ExpertLinear, Fused, Linear
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedules
+# ---- Schedules
 
 
 def learning_rate(step: int, cfg) -> float:
@@ -66,8 +65,7 @@ def wsd(step: int, end: int, cfg) -> float:
 SCHEDULE = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
+# ---- Optimizers
 
 
 class UpdateRule:

@@ -111,8 +111,8 @@ def data_ranks(cfg, size: int) -> int:
 
 
 def join(cfg) -> Ranks:
-    """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process. The flags
-    must have passed `check_flags`. The value `auto` takes the best choice that the machine offers."""
+    """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process. The value
+    `auto` takes the best choice that the machine offers. The flags of a training must have passed `check_flags`."""
     place = environment()
     device = resolve_device(cfg.device, place.local_rank)
     compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile  # see also compilation.settle

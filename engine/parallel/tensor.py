@@ -18,6 +18,7 @@ rank, and the caller sums these parts over the group once per step.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -113,10 +114,10 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
         x = args[0]  # in float32 if a gain has scaled it
         return scattered(x.to(stream_dtype(model.cfg, x)), 1, group)
 
-    for name, module in model.named_modules():
+    for module in model.modules():
         role = getattr(module, "role", None)
         if isinstance(module, Neighbours):
-            module.register_forward_pre_hook(partial(check_uncut, name, n))
+            module.register_forward_pre_hook(partial(check_uncut, model, n))
         if role in ("before", "last"):
             module.register_forward_hook(gather)
         elif role == "after":
@@ -137,11 +138,17 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
         model.loss = partial(parallel_loss, model)
 
 
-def check_uncut(name: str, n: int, module: Neighbours, args: tuple):
-    """ValueError if Neighbours have a piece of the stream, as beside them are tokens that they do not see."""
+def check_uncut(model: nn.Module, n: int, module: Neighbours, args: tuple):
+    """ValueError if the module reads a piece of the stream."""
     x, inputs = args
     if x.size(-2) < inputs.idx.size(1):
-        raise ValueError(f"tp={n} cuts the stream along T where {name} reads it; let it read before(s), or set tp=1")
+        refuse_cut(model, n, module)
+
+
+def refuse_cut(model: nn.Module, n: int, module: Neighbours) -> NoReturn:
+    """Raise ValueError: the module reads a piece of the stream, so it does not see all the tokens before each one."""
+    name = next(name for name, m in model.named_modules() if m is module)
+    raise ValueError(f"tp={n} cuts the stream along T where {name} reads it; let it read before(s), or set tp=1")
 
 
 def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: int):
@@ -150,6 +157,8 @@ def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: 
         fused = getattr(module, "fused", None)
         if fused and fused[0] % n:
             raise ValueError(f"tp={n} does not divide the {fused[0]} groups of rows of {name}; set another tp")
+        if isinstance(module, Neighbours) and ".sums." not in name:
+            refuse_cut(model, n, module)
     for name, dim in cuts.items():
         if dim is not None:
             keep_slice(model, name, dim, rank, n)

@@ -66,6 +66,9 @@ def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
         file = write(tmp_path / "a.py", flags)
         assert parse(Config, [file, *other]) == parse(Config, other)
     assert parse(Config, [file]).muon_lr == 0.5
+    conv = write(tmp_path / "c.py", "objective = 'masked'\nconv_lr = 0.5\n")
+    with pytest.raises(ValueError, match="conv_lr=0.5 .*: used only with conv>0"):  # as the file says, not the user
+        resolve(Config, read_flags(Config, [conv]), {"conv": 4})
     for argv in ([write(tmp_path / "b.py", "muon_lr = 0.5\n")], [file, "--optimizer=adamw", "--muon_lr=0.5"]):
         assert "used only with optimizer=muon" in mistake(argv)
 
@@ -326,7 +329,7 @@ def test_help_names_every_flag(capsys, flag):
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name
         assert re.search(rf"^  --{field.name}=\S* +[^:]+: \S", text, re.M), f"{field.name} has no doc"
-    assert "[n_expert=0 or a layer with experts]" in " ".join(text.split())  # has_e, in words
+    assert "[n_expert=0 or 'a layer with experts']" in " ".join(text.split())  # has_e, in words
 
 
 def test_user_errors(capsys):
