@@ -123,7 +123,7 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
     }),
     "meshes": (4, {
         "hsdp": (SIMPLIFIED, [*FSDP, "--dp_replicate=2"]),
-        "fsdp+tp": ([*GATED, "--conv=4", *MUON, *SELECTED], LAYOUTS["fsdp+tp"]),
+        "fsdp+tp": ([*GATED, "--conv=4", "--conv_lr=0.02", *MUON, *SELECTED], LAYOUTS["fsdp+tp"]),
         "fsdp+tp, gains": ([*OF_TP["values"], "--block=simplified", "--bias=True"], LAYOUTS["fsdp+tp"]),
         "fsdp+cp": (SIMPLIFIED, [*FSDP, "--cp=2", *TWO]),
         "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
