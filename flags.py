@@ -109,7 +109,10 @@ def fact(cls: type, name: str) -> str | None:
 
 def in_words(cls: type, rule: str) -> str:
     """The rule, with the words of its facts in quotes."""
-    return re.sub(r"\w+", lambda word: f"'{fact(cls, word[0])}'" if fact(cls, word[0]) else word[0], rule)
+    for name in re.findall(r"\w+", rule):
+        if words := fact(cls, name):
+            rule = re.sub(rf"\b{name}\b", f"'{words}'", rule)
+    return rule
 
 
 def holds(cfg: Flags, rule: str) -> bool:

@@ -455,8 +455,7 @@ class NearIdentity(Linear):
 
 # ---- Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream
 # Each is sum_j phi(q . k_j) v_j W_O over a pool of keys k_j and values v_j: those of tokens, learned slots, or the rows
-# and columns of an MLP's matrices. A Reader (flags.py) has its choices: Reader("attn", source="context", query="heads",
-# phi="softmax", out="matrix").
+# and columns of an MLP's matrices. A Reader (flags.py) has its choices, such as Reader("attn", source="context").
 
 
 class Inputs(NamedTuple):
@@ -645,10 +644,15 @@ class Attention(Heads):
             self.kv = self.projection(cfg, "into", 1, 1)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions."""
+        """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions. Tokens add their vectors to v."""
         if self.reader.query == "heads":
-            return self.split(self.qkv(x), self.group, 1, 1)
-        return self.queries(x), *self.split(self.kv(x), 1, 1)
+            q, k, v = self.split(self.qkv(x), self.group, 1, 1)
+        else:
+            q = self.queries(x)
+            k, v = self.split(self.kv(x), 1, 1)
+        if self.of_token is not None:
+            v = (v + self.values_of(inputs.idx)).to(v.dtype)
+        return q, k, v
 
     def values_of(self, idx: Tensor) -> Tensor:
         """idx (B, T) -> each head's vectors of these tokens (B, heads, T, D), as sums of one row. The gradients of an
@@ -660,8 +664,6 @@ class Attention(Heads):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """The heads' results (B, H, T, D) for normed q and k, which do not have their positions yet."""
-        if self.of_token is not None:
-            v = (v + self.values_of(inputs.idx)).to(v.dtype)
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:

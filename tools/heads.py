@@ -110,8 +110,6 @@ def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: 
     """Incoming (S, C), values / Z (S, D) and hidden (S,) of a head that reads tokens or slots, for x (1, T, C)."""
     context = pool.reader.source == "context"
     q, k, v = pool.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T or S, D)
-    if context and pool.of_token is not None:
-        v = v + pool.values_of(inputs.idx)
     queries = query_rows(pool, x[0, position], inputs, q[:, :, [position]])  # (1, H, C + 1, D)
     placed = queries
     if context:
