@@ -23,20 +23,19 @@ from torch.distributed import ProcessGroup
 
 from data.errors import require
 from engine.parallel.tensor import gathered
+from flags import refuse
 from model import Attention, Neighbours
 from ops import Mask, boundaries
 
 
 def check(cfg):
     """ValueError if sequences cannot be cut for cp ranks."""
-    n = cfg.cp
     if cfg.objective != "causal":
-        raise ValueError(f"cp={n} needs objective=causal, and it is {cfg.objective}; set cp=1")
-    T = cfg.block_size
-    unit = math.lcm(2 * n, n * cfg.tp)
-    if T % unit:
-        fact = f"cp={n}, two pieces per rank, and tp={cfg.tp} do not divide block_size={T}"
-        raise ValueError(f"{fact}; set --block_size={-(-T // unit) * unit}")
+        refuse(cfg, "cp objective", "only causal texts can be cut; set cp=1")
+    unit = math.lcm(2 * cfg.cp, cfg.cp * cfg.tp)
+    if cfg.block_size % unit:
+        whole = -(-cfg.block_size // unit) * unit
+        refuse(cfg, "cp tp block_size", f"a rank has two pieces, which tp cuts again; set --block_size={whole}")
 
 
 def piece_indices(group: ProcessGroup) -> tuple[int, int, int]:

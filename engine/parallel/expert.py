@@ -18,19 +18,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from engine.parallel.tensor import collectives, keep_slice
+from flags import refuse
 from model import ExpertLinear, Experts
 from ops import by_expert, has_values
 
 
 def check(cfg, ranks: int):
     """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts."""
-    n = cfg.ep
-    if cfg.n_expert % n:
-        raise ValueError(f"ep={n} does not divide n_expert={cfg.n_expert}; set ep to a divisor")
-    if ranks % n:
-        raise ValueError(f"ep={n} does not divide the {ranks} data-parallel ranks of a copy; set ep to a divisor")
+    if cfg.n_expert % cfg.ep:
+        refuse(cfg, "ep n_expert", "each rank has as many experts; set ep to a divisor")
+    if ranks % cfg.ep:
+        refuse(cfg, "ep", f"does not divide the {ranks} data-parallel ranks of a copy; set it to a divisor")
     if cfg.activation_checkpoint == "selective":
-        raise ValueError(f"activation_checkpoint=selective does not go with ep={n}; use full")
+        refuse(cfg, "activation_checkpoint ep", "these do not go together; use full")
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, stages, tensor
 from engine.parallel.connection import connect, environment
+from flags import refuse
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def check_flags(cfg):
     device = resolve_device(cfg.device, place.local_rank)
     check_layout(cfg, place.size)
     if cfg.backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo")
+        refuse(cfg, "backend", f"needs GPUs, and the device is {device.type}; use --backend=gloo")
     check_scaler(cfg, place.size, resolve_dtype(cfg.dtype, device))
 
 
@@ -80,21 +81,20 @@ def check_layout(cfg, size: int):
     """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
     unit = cfg.tp * cfg.cp * cfg.pp
     if size % unit:
-        fact = f"tp={cfg.tp}, cp={cfg.cp} and pp={cfg.pp} need {unit} ranks or a multiple, and there are {size}"
         remedy = f"start as many, plan for --world_size={-(-size // unit) * unit}, or set them to 1"
-        raise ValueError(f"{fact}; {remedy}")
+        refuse(cfg, "tp cp pp", f"they need {unit} ranks or a multiple, and there are {size}; {remedy}")
     data = data_ranks(cfg, size)
     ranks = f"the {data} data-parallel ranks"
     if data % cfg.dp_replicate:
-        raise ValueError(f"dp_replicate={cfg.dp_replicate} does not divide {ranks}; set a divisor")
+        refuse(cfg, "dp_replicate", f"does not divide {ranks}; set a divisor")
     micro_batches = cfg.gradient_accumulation_steps
     if micro_batches % data:
-        fact = f"gradient_accumulation_steps={micro_batches}, micro-batches of all ranks, is not divisible by {ranks}"
-        raise ValueError(f"{fact}; set it to {-(-micro_batches // data) * data}")
+        fewest = -(-micro_batches // data) * data
+        refuse(cfg, "gradient_accumulation_steps", f"is divided among {ranks}; set it to {fewest}")
     if cfg.ramp and cfg.pp > 1:
-        raise ValueError(f"batch_ramp={cfg.batch_ramp} does not go with pp={cfg.pp}, whose schedule is fixed; set pp=1")
+        refuse(cfg, "batch_ramp pp", "a pipeline's schedule is fixed; set pp=1")
     if any(n % data for n, _ in cfg.ramp):
-        raise ValueError(f"batch_ramp={cfg.batch_ramp} is divided among {ranks}; set multiples of {data}")
+        refuse(cfg, "batch_ramp", f"is divided among {ranks}; set multiples of {data}")
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:

@@ -2,6 +2,8 @@
 
 import math
 
+from flags import refuse
+
 
 def layers(n_layer: int, stage: int, n_stages: int) -> range:
     """The layers of a stage. The first has at least as many as any other."""
@@ -12,13 +14,11 @@ def layers(n_layer: int, stage: int, n_stages: int) -> range:
 
 def check(cfg, n_micro: int):
     """ValueError unless there is one stack of blocks, with a block for each stage, and a micro-batch for each."""
-    n = cfg.pp
     if cfg.objective == "seq2seq":
-        raise ValueError(f"pp={n} cuts one stack of blocks, and objective=seq2seq has two; use tp")
-    if cfg.n_layer < n:
-        raise ValueError(f"pp={n} stages need a block each, and n_layer={cfg.n_layer}; set pp lower")
-    if n_micro < n:
-        accumulation = cfg.gradient_accumulation_steps
-        fact = f"gradient_accumulation_steps={accumulation} leaves {n_micro} to each pipeline"
-        remedy = f"set it to {accumulation * n // math.gcd(n_micro, n)}"
-        raise ValueError(f"pp={n} needs at least {n} micro-batches per step; {fact}; {remedy}")
+        refuse(cfg, "pp objective", "a pipeline cuts one stack of blocks, and here are two; use tp")
+    if cfg.n_layer < cfg.pp:
+        refuse(cfg, "pp n_layer", "each stage needs a block; set pp lower")
+    if n_micro < cfg.pp:
+        enough = cfg.gradient_accumulation_steps * cfg.pp // math.gcd(n_micro, cfg.pp)
+        fact = f"a pipeline has {n_micro} micro-batches in a step, and needs one for each stage"
+        refuse(cfg, "pp gradient_accumulation_steps", f"{fact}; set gradient_accumulation_steps to {enough}")

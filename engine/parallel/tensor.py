@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.objective import objective_of
+from flags import refuse
 from model import ExpertLinear, Linear, Neighbours, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
@@ -64,23 +65,22 @@ def check(cfg):
     if cfg.objective == "seq2seq":
         text, source = objective_of(cfg, cfg.vocab_size, eot=0).lengths
         if text % n or source % n:
-            fact = f"tp={n} does not divide the {text} tokens of the text or the {source} of its source"
-            raise ValueError(f"{fact}; change block_size, corrupt_ratio or span_length")
-    T = cfg.block_size
-    if T % n:
-        raise ValueError(f"tp={n} does not divide block_size={T}; set --block_size={-(-T // n) * n}")
+            fact = f"does not divide the {text} tokens of the text or the {source} of its source"
+            refuse(cfg, "tp", f"{fact}; change block_size, corrupt_ratio or span_length")
+    if cfg.block_size % n:
+        refuse(cfg, "tp block_size", f"a rank has an equal part; set --block_size={-(-cfg.block_size // n) * n}")
     if cfg.dropout > 0:
-        raise ValueError(f"dropout={cfg.dropout} does not go with tp={n}; leave dropout out, or set tp=1")
+        refuse(cfg, "dropout tp", "these do not go together; leave dropout out, or set tp=1")
     for reader, _ in cfg.readers:
         if not reader.units:
             _, kv_heads = heads_of(cfg, reader)
             if kv_heads % n:
-                raise ValueError(f"tp={n} does not divide n_kv_head={kv_heads}; choose a tp that divides it")
+                refuse(cfg, "tp", f"does not divide the {kv_heads} key/value heads; choose a tp that divides them")
         elif reader.phi == "softmax":
-            raise ValueError(f"layer={cfg.layer}: the softmax of p needs all its units; set tp=1")
+            refuse(cfg, "layer tp", "the softmax of p needs all its units; set tp=1")
         elif hidden_units(cfg, reader) % (cfg.hidden_unit * n):
             units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_unit}"
-            raise ValueError(f"tp={n} does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
+            refuse(cfg, "tp", f"does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
 
 
 def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
