@@ -152,9 +152,7 @@ def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(expert[order], numbers, right=True)
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, loop: Callable | None = None
-) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, loop: Callable | None) -> Tensor:
     """x_r W_e^T + b_e, where e is the expert of row r: the first one's rows are those before ends_0, the second one's
     those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). `loop` replaces
     linear_by_linear, which computes what PyTorch's kernel does not take."""

@@ -87,8 +87,8 @@ engine/parallel/sharded.py: The gradient norm under tp, by which clipping goes, 
   - copies = math.prod(n for n, dim in cuts if dim is None)
   + copies = math.prod(n**2 for n, dim in cuts if dim is None)
 engine/parallel/tensor.py: The bias of a row-parallel layer is added once by every rank under tp.
-  - return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
-  + return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias, *ends)
+  - bias = layer.bias / n
+  + bias = layer.bias
 engine/parallel/tensor.py: Under tp, normalisers are added that the ranks' slices have relative to other maxima.
   - normaliser * (largest - most).exp()
   + normaliser

@@ -174,7 +174,10 @@ def keep_slice(model: nn.Module, name: str, dim: int, rank: int, n: int):
 
 def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
     """This rank's term of the layer's output: each of n ranks adds bias / n, so that the sum has the bias once."""
-    return (grouped_linear if ends else F.linear)(x, layer.weight, layer.bias / n, *ends)
+    bias = layer.bias / n
+    if ends:  # of experts
+        return grouped_linear(x, layer.weight, bias, *ends, layer.loop)
+    return F.linear(x, layer.weight, bias)
 
 
 def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:

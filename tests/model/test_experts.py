@@ -92,7 +92,7 @@ def test_grouped_products_are_those_of_each_group(ends, dtype, width):
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(s, generator=generator).to(dtype) for s in ((24, 16), (4, width, 16), (4, width)))
     leaves = [t.requires_grad_() for t in (x, w, b)]
-    y = ops.grouped_linear(x, w, b, torch.tensor(ends))
+    y = ops.grouped_linear(x, w, b, torch.tensor(ends), None)
     starts = [0, *ends[:-1]]
     expected = torch.cat([F.linear(x[s:e], w[i], b[i]) for i, (s, e) in enumerate(zip(starts, ends, strict=True))])
     tolerance = dict(atol=1e-5) if dtype == torch.float32 else dict(atol=0.1, rtol=0.02)
