@@ -59,8 +59,6 @@ LARGEST_TEXT = 2**28  # bytes
 
 @dataclass
 class EvaluateConfig(Flags):
-    """The flags of evaluate.py. ValueError names the flag, its value and the remedy."""
-
     # --- model
     out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     # --- text
@@ -139,9 +137,7 @@ def evaluate(
     if part.pairs is not None:
         n = cfg.eval_iters * cfg.batch_size
         with ranks.autocast():
-            figures["exact_match"] = answer(
-                sharded.model, found.tokenizer(), part.pairs, ranks.device, cfg.batch_size, n, file
-            )
+            figures["exact_match"] = answer(sharded.model, found.tokenizer(), part.pairs, cfg.batch_size, n, file)
     return figures
 
 

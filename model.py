@@ -596,7 +596,6 @@ class Heads(nn.Module):
         return Linear(cfg, cfg.n_embd, groups * sum(rows), role, (groups, rows), cfg.bias or cfg.qkv_bias)
 
     def make_queries(self, cfg: ModelConfig):
-        """The layer between the stream and the queries."""
         self.q = with_role(nn.Identity(), "into")
         if self.reader.query == "heads":
             self.q = self.projection(cfg, "into", self.group)
@@ -636,7 +635,6 @@ class Attention(Heads):
             self.make_slots(cfg)
 
     def make_projections(self, cfg: ModelConfig, layer: int):
-        """The layers that make q, k and v from x."""
         if self.reader.query == "heads":
             self.qkv = self.projection(cfg, "into", self.group, 1, 1)
         else:
@@ -991,14 +989,12 @@ def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 
 def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
-    """The MLP of a layer, or its experts."""
     if cfg.n_expert and layer >= cfg.n_dense_layer:
         return Experts(cfg, layer, READER["e"])
     return MLP(cfg, layer)
 
 
 def cross(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """The sum of cross-attention, if there is an encoder."""
     if cfg.objective != "seq2seq":
         return []
     return [Sum(cfg, cross=CrossAttention(cfg, layer))]

@@ -57,8 +57,6 @@ SEPARATOR = "\n---------------\n"
 
 @dataclass
 class SampleConfig(Flags):
-    """The flags of sample.py. ValueError names the flag, its value and the remedy."""
-
     # --- sample
     out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     start: str = ""  # the prompt, or FILE:path; empty = end-of-text, or a newline where there is none

@@ -256,7 +256,6 @@ class Run:
             self.checkpoints.fail(f"{fact}; {remedy}, or leave such steps out with --skip_nonfinite=True")
 
     def save(self, is_best: bool):
-        """Save a checkpoint; see `Checkpoints.save`."""
         with self.metrics.paused():
             self.check_finite()
             tokenizer = self.data.tokenizer

@@ -57,6 +57,14 @@ class Tokenizer:
     def save(self, folder: Path | str) -> None:
         """Writes the file from which the tokenizer is read again into `folder`, if it has one."""
 
+    @classmethod
+    def stored(cls, folder: Path | None) -> Path | None:
+        """The path of that file in `folder` or in its parent, the out_dir of a checkpoint; None without one."""
+        if folder is None:
+            return None
+        paths = (folder / cls.file, folder.absolute().parent / cls.file)
+        return next(filter(Path.is_file, paths), None)
+
     @property
     def end_text(self) -> str:
         """The text of end-of-text, which `encode` takes as ordinary text; "" without one."""
@@ -147,7 +155,7 @@ class GPT2Tokenizer(Tokenizer):
     SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
     def __init__(self, folder: Path | None = None):
-        self.path = stored(folder, self.file)
+        self.path = self.stored(folder)
 
     @cached_property
     def table(self) -> bytes:
@@ -193,19 +201,11 @@ class GPT2Tokenizer(Tokenizer):
         try:
             ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
-            ids = self._encoding.encode_to_numpy(valid_unicode(text), disallowed_special=())
+            ids = self._encoding.encode_to_numpy(encodable(text), disallowed_special=())
         return ids.astype(np.int64)
 
 
-def stored(folder: Path | None, name: str) -> Path | None:
-    """The path of a tokenizer's file in `folder` or in its parent, the out_dir of a checkpoint; None without one."""
-    if folder is None:
-        return None
-    paths = (folder / name, folder.absolute().parent / name)
-    return next(filter(Path.is_file, paths), None)
-
-
-def valid_unicode(text: str) -> str:
+def encodable(text: str) -> str:
     """The text with U+FFFD in place of lone surrogates, which no library takes."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -144,7 +144,6 @@ class Corpus:
         return np.concatenate(parts)
 
     def splits(self, job: list[Document]) -> list[str]:
-        """The split of each document."""
         numbers = np.array([document.number for document in job], dtype=np.uint64)
         validates = hash64(numbers) / 2.0**64 < self.val_fraction
         if self.source.val_fraction:  # a single text is cut into document 0, which validates, and document 1
@@ -152,7 +151,6 @@ class Corpus:
         return np.where(validates, "val", "train").tolist()
 
     def tokens(self, split: str) -> int:
-        """The number of tokens that were written into a split."""
         return self.out.splits.get(split, {"tokens": 0})["tokens"]
 
     def write(self) -> None:

@@ -197,7 +197,6 @@ def fsync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb", opener=open_regular) as f:
         while block := f.read(1 << 20):
@@ -206,7 +205,6 @@ def sha256(path: Path) -> str:
 
 
 def check(condition: object, path: Path, fact: str, remedy: str = "") -> None:
-    """Raises the `problem` unless the condition holds."""
     if not condition:
         raise problem(path, fact, remedy)
 

@@ -154,7 +154,6 @@ def read_windows(stream: TokenStream, bounds: np.ndarray, out: np.ndarray) -> No
 
 
 def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies a batch to `device`, if it is not there."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

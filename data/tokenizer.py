@@ -28,16 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data import files
-from data.base_tokenizer import (
-    END_OF_TEXT,
-    LETTERS,
-    ByteTokenizer,
-    CharTokenizer,
-    GPT2Tokenizer,
-    Tokenizer,
-    stored,
-    valid_unicode,
-)
+from data.base_tokenizer import END_OF_TEXT, LETTERS, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, encodable
 from data.errors import require
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
@@ -128,7 +119,7 @@ class HFTokenizer(Tokenizer):
     @classmethod
     def load(cls, spec: dict, folder: Path, remedy: str) -> "HFTokenizer":
         """Reads the file that `save` wrote into `folder` or its parent, the out_dir of a checkpoint."""
-        path = stored(folder, cls.file)
+        path = cls.stored(folder)
         require(path, f"{folder} lacks the tokenizer's {cls.file}; copy it there from the data, or {remedy}")
         tokenizer = cls(files.read_file(path, files.LARGEST_JSON), spec["special"], str(path))
         fact = f"{path} was changed: its SHA-256, ids or special tokens are not the recorded ones"
@@ -180,7 +171,7 @@ class HFTokenizer(Tokenizer):
 
     def _ids(self, encoding, text: str) -> np.ndarray:
         try:  # a batch, because `encode` holds Python's lock, and preparations have threads
-            [found] = encoding.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
+            [found] = encoding.encode_batch_fast([encodable(text)], add_special_tokens=False)
         except Exception as e:  # for example a WordLevel vocabulary that lacks a character
             raise ValueError(f"{self.name} cannot encode the text ({str(e)[:100]}); change the text") from None
         return np.array(found.ids, dtype=np.int64)
@@ -239,7 +230,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
 
     def cut(text: str) -> str:
         """Cuts very long words, because the time of the training is quadratic in a word's length."""
-        text = re.sub(r"\S{1000}", r"\g<0> ", valid_unicode(text))
+        text = re.sub(r"\S{1000}", r"\g<0> ", encodable(text))
         return re.sub(r"\s{1000}", r"\g<0>x", text)
 
     eot = END_OF_TEXT.decode()

@@ -46,10 +46,7 @@ def greedy(model: Model, tokenizer: Tokenizer, sources: Tensor) -> list[list[int
     return [answer[: answer.index(eot)] if eot in answer else answer for answer in answers]
 
 
-def answer(
-    model: Model, tokenizer: Tokenizer, stream: TokenStream, device: torch.device, batch_size: int, n: int,
-    file: BinaryIO,
-) -> float:  # fmt: skip
+def answer(model: Model, tokenizer: Tokenizer, stream: TokenStream, batch_size: int, n: int, file: BinaryIO) -> float:
     """Writes the source, the first target and the answer of the stream's first n pairs, all if n is 0, into a file, a
     JSON object in each line. Returns the share of answers that are the target. A batch has sources of one length, so it
     needs no padding, and an answer depends on its own source alone."""
@@ -61,7 +58,7 @@ def answer(
     for places in of_length.values():
         for start in range(0, len(places), batch_size):
             rows = places[start : start + batch_size]
-            sources = torch.tensor([pairs[i][0] for i in rows], device=device)
+            sources = torch.tensor([pairs[i][0] for i in rows], device=model.wte.weight.device)
             answers |= dict(zip(rows, greedy(model, tokenizer, sources), strict=True))
     right = 0
     for i, (source, target) in enumerate(pairs):

@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,6 @@ class Console:
             self.bar.refresh()
 
     def close(self):
-        """Removes the bar."""
         if self.bar is not None:
             self.bar.close()
 
@@ -173,9 +172,7 @@ class Silent:
         """Does nothing."""
 
     evaluation = say = end = close = log
-
-    def paused(self) -> AbstractContextManager:
-        return nullcontext()
+    paused = nullcontext
 
 
 class Metrics(Silent):

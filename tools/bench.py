@@ -26,8 +26,6 @@ from tools.child import ROOT, measure, words_of
 
 @dataclass
 class BenchConfig(Flags):
-    """The flags of tools/bench.py."""
-
     # --- bench
     config: str = ""  # the only configuration of the table
     run: str = ""  # arguments of train.py; repeat the flag to compare runs

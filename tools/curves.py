@@ -29,8 +29,6 @@ MATPLOTLIB = dict.fromkeys(OF_TEXT, GREY) | {  # its settings, also for lens.py
 
 @dataclass
 class PlotConfig(Flags):
-    """The flags of plot.py. ValueError names the flag, its value and the remedy."""
-
     # --- plot
     y: str = "loss"  # figures of metrics.jsonl, such as loss,val_loss
     x: Literal["tokens", "steps", "seconds", "flops"] = "tokens"  # what the figures are drawn against

@@ -39,8 +39,6 @@ BARS = {  # field of a unit -> label, colour and number of ticks; the colours ar
 
 @dataclass
 class LensConfig(Flags):
-    """The flags of lens.py. ValueError names the flag, its value and the remedy."""
-
     # --- lens
     out_dir: str = "out"  # the model: a training run, RUN/best, RUN/step_N, ema:RUN, nanogpt:FILE or hf:DIR
     start: str = ""  # the text that the model reads, or FILE:path

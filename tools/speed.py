@@ -38,7 +38,6 @@ SECONDS = 5.0  # of all rounds
 
 
 def random_data(folder: str | Path, tokens: int, vocab_size: int):
-    """Write a data set of random tokens."""
     for split in ("train", "val"):
         ids = np.random.default_rng(0).integers(vocab_size, size=tokens, dtype=np.uint16)
         ids.tofile(Path(folder, f"{split}.bin"))

@@ -59,6 +59,5 @@ class Checkpoints:
         self.last_step = step
 
     def fail(self, text: str, code: int = 1) -> NoReturn:
-        """End the run with this error and exit code."""
         self.metrics.close()
         fail(text, code)

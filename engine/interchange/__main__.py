@@ -29,8 +29,6 @@ from model import ModelConfig
 
 @dataclass
 class ExportConfig:
-    """The flags of export."""
-
     # --- weights
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the written weights
     remote_code: bool = False  # write our own model.py as the architecture

@@ -55,7 +55,6 @@ OWN = Own("SuperblockForCausalLM", {}, {}, {}, layers="model.")
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
-    """Our parameter -> its shape."""
     with torch.device("meta"):
         return {name: p.shape for name, p in Model(cfg).named_parameters()}
 

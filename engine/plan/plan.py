@@ -80,8 +80,6 @@ class Plan(Rank):
 
 
 def report(plan: Plan) -> str:
-    """The plan as tables to print."""
-
     def row(name: str, value: float, note: str = "") -> str:
         return f"  {name:<36} {value:>10.3f}  {note}".rstrip()
 

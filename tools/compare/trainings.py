@@ -28,8 +28,6 @@ CODE += sorted([*(ROOT / "data").glob("*.py"), *(ROOT / "engine").rglob("*.py")]
 
 @dataclass
 class CompareConfig(Flags):
-    """The flags of tools.compare. ValueError names the flag, its value and the remedy."""
-
     # --- compare
     run: str = ""  # arguments of train.py; repeat the flag, and all runs are compared with the first
     common: str = ""  # arguments of every run, such as --device=cpu; flags in --run win, config files do not
