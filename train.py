@@ -98,7 +98,7 @@ def train(run: "Run"):
             is_best = run.evaluate()
             stopping = is_best is None  # a signal came during the evaluation
         if run.is_to_be_saved(is_best, stopping):
-            run.save(bool(is_best))
+            run.save()
             stopping = stopping or run.stop.drain()
         if stopping or run.step >= cfg.max_iters:
             return run.metrics.end(run.checkpoints.outcome(stopping), stopping)
@@ -159,7 +159,7 @@ class Run:
         self.stop = StopSignal(ranks)
         self.evaluation = Evaluation(cfg, data, streams, objective, self.sharded)
         step = self.step if cfg.init_from == "resume" else None
-        self.checkpoints = Checkpoints(cfg, self.stop, self.metrics, step, state["best_val_loss"])
+        self.checkpoints = Checkpoints(cfg, self.stop, self.metrics, step, state)
 
     def open_metrics(self, cleanup: ExitStack) -> Silent:
         """The metrics of the first rank, which also writes the flags and the tokenizer; nothing on other ranks."""
@@ -211,7 +211,7 @@ class Run:
             if of_val is None:
                 return None
             figures = (self.step, of_train.nats, of_val.nats, of_val.bits)
-            is_best = self.checkpoints.is_best(of_train.nats, of_val.nats)
+            is_best = self.checkpoints.is_best(self.step, of_train.nats, of_val.nats)
             if self.cfg.eval_only and self.ranks.rank == 0:
                 print(evaluation_text(*figures))
             self.metrics.evaluation(*figures, is_best)
@@ -255,7 +255,7 @@ class Run:
             remedy = f"go back to a checkpoint before step {bad}, if there is one, and lower --learning_rate"
             self.checkpoints.fail(f"{fact}; {remedy}, or leave such steps out with --skip_nonfinite=True")
 
-    def save(self, is_best: bool):
+    def save(self):
         with self.metrics.paused():
             self.check_finite()
             tokenizer = self.data.tokenizer
@@ -265,7 +265,7 @@ class Run:
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
                 "data": run_state.data_of(self.loader, self.evaluation.streams["val"], self.samples),
             }  # fmt: skip
-            self.checkpoints.save(self.step, run_state.tensors_of(self.stepper), state, is_best)
+            self.checkpoints.save(self.step, run_state.tensors_of(self.stepper), state)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):
         """Write the figures of the step that was just made."""

@@ -68,7 +68,7 @@ class Watch:
     """Watches the gradients of a run, for steps that are to be left out, and for the first one that is not finite.
 
     With cfg.spike_factor, a step is left out if the norm of its gradient is above so many times the median of the last
-    100 norms, of which there must be 20. The norms of such steps are not among them.
+    100 norms, of which there must be 20. Norms of such steps are among them, so that a change that lasts becomes usual.
     """
 
     LAST = 100
@@ -97,12 +97,12 @@ class Watch:
         """What is wrong with a step of this norm if it is a spike, otherwise ""."""
         if not math.isfinite(norm):
             return ""
-        if len(self.norms) >= self.LEAST:
-            usual = statistics.median(self.norms)
-            if norm > self.cfg.spike_factor * usual > 0:
-                times = norm / usual
-                return f"the norm of its gradient, {norm:.3g}, is {times:.1f} times the median of the last ones"
-        self.norms = [*self.norms, norm][-self.LAST :]
+        last = self.norms
+        self.norms = [*last, norm][-self.LAST :]
+        usual = statistics.median(last) if len(last) >= self.LEAST else math.inf
+        if norm > self.cfg.spike_factor * usual > 0:
+            times = norm / usual
+            return f"the norm of its gradient, {norm:.3g}, is {times:.1f} times the median of the last ones"
         return ""
 
 

@@ -30,6 +30,7 @@ SCALER = {
 }  # fmt: skip
 STATE = {  # what state.json has -> its type, several types, [the type of all items] or {key: type}, which may be empty
     "step": int, "samples": int, "skipped": int, "ranks": int, "norms": [float], "best_val_loss": (float, NoneType),
+    "best_step": int,  # whose validation loss that is; 0 = a step without a checkpoint
     "flags": dict, "scaler": SCALER, "tokenizer": (dict, NoneType), "tokenizer_hash": (str, NoneType),
     "index_sha256": str,  # of index.json
     # Sources are as now since this sample; samples read and weight of each, and hashes of their shards, also of val
@@ -80,6 +81,10 @@ def damage_in(path: Path, file: str) -> Iterator[None]:
         raise Damaged(text) from error
 
 
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
 def step_of(path: Path) -> int:
     """The step in the name of a directory, such as step_00000010."""
     return int(path.name[5:])
@@ -101,7 +106,7 @@ def read_state(path: Path) -> dict:
     if found != FORMAT:
         remedy = "use the version of this program that wrote it, or train again in another --out_dir"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
-    state.setdefault("data", {})  # of a checkpoint that is older than the key
+    state = {"data": {}, "best_step": 0} | state  # a checkpoint may be older than these keys
     with damage_in(path, "state.json"):
         for key, kind in STATE.items():
             require(key in state, f"{key} is absent")

@@ -24,7 +24,7 @@ from torch import Tensor
 from data.errors import reason, require, say
 from data.files import fsync, read_file, write_file
 from engine.checkpoint import contents
-from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_of, steps_in
+from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_name, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_all_ranks, of_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old")
@@ -35,15 +35,12 @@ T = TypeVar("T")
 say_once = cache(say)  # a start looks for its checkpoint several times
 
 
-def save(
-    out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2,
-    best: bool = False,
-):  # fmt: skip
-    """Write out_dir/step_<step>, and its name into `latest` and, with `best`, into `best`. Every rank calls it with
-    tensors by name, each a part or, equal on all ranks that have it, a whole one. Rank 0's `state`, see contents.STATE,
-    is written. Of the steps up to this one, the newest `keep_last` stay, and those that `latest` or `best` names.
+def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2):
+    """Write out_dir/step_<step>, its name into `latest`, and that of state["best_step"] into `best`. Every rank calls
+    it with tensors by name, each a part or, equal on all ranks that have it, a whole one. Rank 0's `state`, see
+    contents.STATE, is written. Of the steps up to this one, the newest `keep_last` stay, and the two so named.
     OSError on every rank if one cannot write; older checkpoints stay."""
-    final = Path(out_dir) / f"step_{step:08d}"
+    final = Path(out_dir) / step_name(step)
     partial_step = final.with_name(f".tmp-{final.name}")
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -52,13 +49,14 @@ def save(
         of_first_rank(partial(_begin, partial_step))
         mine = _share(parts, rank)
         written = of_all_ranks(together(lambda: contents.write(file, mine)))
-        of_first_rank(partial(_commit, final, written, state | {"step": step}, keep_last, best))
+        of_first_rank(partial(_commit, final, written, state | {"step": step}, keep_last))
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
-        fact = f"cannot save checkpoint {final}: {reason(error)}; earlier checkpoints are untouched"
-        remedy = "make room or give another --out_dir, on a file system that all ranks share, and resume"
-        raise OSError(f"{fact}; {remedy}") from error
+        remedy = "make room or give another --out_dir, on a file system that all ranks share, and start again"
+        if steps_in(final.parent):
+            remedy += " with --init_from=resume; earlier checkpoints are untouched"
+        raise OSError(f"cannot save checkpoint {final}: {reason(error)}; {remedy}") from error
 
 
 def find(where: str | Path) -> Path:
@@ -78,7 +76,7 @@ def find(where: str | Path) -> Path:
                 return found
     steps = steps_in(run)
     if not steps:
-        raise FileNotFoundError(f"no checkpoint in {run}; train with this --out_dir first, without --init_from")
+        raise FileNotFoundError(f"no checkpoint in {run}; give the out_dir of a run that has one, or train first")
     if pointer.name == "best":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest one, {steps[-1]}")
     say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
@@ -183,8 +181,8 @@ def _begin(partial_step: Path):
     partial_step.mkdir(exist_ok=True)
 
 
-def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best: bool):
-    """Complete a step, then update `latest` and `best`, then delete old steps; each by one rename. `written` is what
+def _commit(final: Path, written: list[dict], state: dict, keep_last: int):
+    """Complete a step, then update `best` and `latest`, then delete old steps; each by one rename. `written` is what
     contents.write has returned on each rank."""
     out_dir = final.parent
     partial_step = final.with_name(f".tmp-{final.name}")
@@ -196,8 +194,9 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int, best:
     fsync(out_dir)
     if old.exists():
         _remove(old)
-    for pointer in ["latest", "best"] if best else ["latest"]:
-        write_file(out_dir / pointer, f"{final.name}\n".encode())
+    if state["best_step"]:
+        write_file(out_dir / "best", f"{step_name(state['best_step'])}\n".encode())
+    write_file(out_dir / "latest", f"{final.name}\n".encode())  # last: a run that is killed before finds its best again
     fsync(out_dir)
     # If the user has gone back to an earlier checkpoint, there are later steps. They stay.
     steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]

@@ -20,7 +20,7 @@ from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
-from engine.checkpoint.contents import damage_in
+from engine.checkpoint.contents import damage_in, step_name
 from engine.parallel.connection import may_restart
 from engine.parallel.owners import Part
 from engine.parallel.ranks import of_all_ranks, of_first_rank, together
@@ -31,7 +31,9 @@ from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
-NEW = {"step": 0, "samples": 0, "skipped": 0, "norms": [], "best_val_loss": None, "flags": {}, "data": {}}
+NEW = {
+    "step": 0, "samples": 0, "skipped": 0, "norms": [], "flags": {}, "data": {}, "best_val_loss": None, "best_step": 0,
+}  # fmt: skip
 OF_EVALUATION = ("eval_iters", "batch_size", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of the best loss
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 
@@ -129,10 +131,11 @@ def check_same_weights(cfg, found: weights.Weights):
     before = found.config()
     if layout(cfg) == layout(before):
         return
-    changed = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
+    needed = [f.name for f in fields(ModelConfig) if f.name not in FREE_ON_RESUME]
+    changed = [name for name in needed if getattr(cfg, name) != getattr(before, name)]
     old = ", ".join(f"{name}={getattr(before, name)}" for name in changed)
     new = ", ".join(f"{name}={getattr(cfg, name)}" for name in changed)
-    remedy = "leave them out, or start with --init_from=scratch"
+    remedy = "leave these flags out, or start with --init_from=scratch"
     raise ValueError(f"the weights in {found.path}, of a model with {old}, do not fit {new}; {remedy}")
 
 
@@ -169,7 +172,8 @@ def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
 
 def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
     """(since and read of the Loader of a run that goes on from this state, lines about what has changed). A source is
-    known by its shards, and goes on behind what was read of it. A best loss of another evaluation is dropped."""
+    known by its shards, and goes on behind what was read of it. A best loss of another evaluation is dropped, or one
+    whose checkpoint is gone, as in a run that went back and wrote over it."""
     stored = state["data"]
     place = {name: stored[name] for name in ("since", "read") if name in stored}
     notes = []
@@ -186,8 +190,12 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     changed = [name for name in OF_EVALUATION if state["flags"].get(name) != getattr(cfg, name)]
     if stored.get("val") != val.hashes:
         changed.append("the validation data")
+    best = state["best_step"]
+    if best and not of_first_rank(Path(cfg.out_dir, step_name(best)).is_dir):
+        changed.append("its checkpoint")
     if changed and state["best_val_loss"] is not None:
         state["best_val_loss"] = None
+        state["best_step"] = 0
         notes.append(f"the best loss begins anew, as {' and '.join(changed)} may have changed")
     return place, notes
 

@@ -17,20 +17,22 @@ from engine.stop_signal import StopSignal
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time. Every rank calls the same methods in the same order."""
 
-    def __init__(self, cfg, stop: StopSignal, metrics: Silent, step: int | None, best_loss: float | None):
+    def __init__(self, cfg, stop: StopSignal, metrics: Silent, step: int | None, state: dict):
         self.cfg = cfg
         self.stop = stop
         self.metrics = metrics
         self.last_step = step  # of the last checkpoint
-        self.best_loss = best_loss  # the lowest validation loss so far
+        self.best_loss = state["best_val_loss"]  # the lowest validation loss so far
+        self.best_step = state["best_step"]  # its step, 0 if that has no checkpoint
 
-    def is_best(self, train_loss: float, val_loss: float) -> bool:
-        """Whether these losses are finite, and the validation loss is now the lowest."""
+    def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
+        """Whether the losses of this step are finite, and its validation loss is now the lowest."""
         if not math.isfinite(train_loss) or not math.isfinite(val_loss):
             return False
         if self.best_loss is not None and val_loss >= self.best_loss:
             return False
         self.best_loss = val_loss
+        self.best_step = step
         return True
 
     def outcome(self, stopped: bool) -> str:
@@ -43,11 +45,11 @@ class Checkpoints:
         name = checkpoint.named_by(Path(self.cfg.out_dir, "best"))
         return f"done; the best val loss is {self.best_loss:.4f}, of {name or 'step 0'}"
 
-    def save(self, step: int, tensors: dict[str, Tensor | Part], state: dict, is_best: bool):
-        """Save a checkpoint; `is_best`: its loss is the lowest so far. If that fails, on all ranks, the run ends."""
-        state = state | {"best_val_loss": self.best_loss}
+    def save(self, step: int, tensors: dict[str, Tensor | Part], state: dict):
+        """Save a checkpoint. If that fails, on all ranks, the run ends."""
+        state = state | {"best_val_loss": self.best_loss, "best_step": self.best_step}
         try:
-            checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last, is_best)
+            checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last)
         except OSError as error:
             try:
                 if is_first_rank():

@@ -28,8 +28,8 @@ SCALER = {
 }  # fmt: skip
 DATA = {"since": 0, "read": [80], "weights": [1], "hashes": ["x"], "val": ["y"]}
 STATE = {
-    "flags": {}, "samples": 80, "skipped": 10, "norms": [0.5], "best_val_loss": 1.5, "scaler": {}, "tokenizer": None,
-    "tokenizer_hash": None, "ranks": 1, "data": {},
+    "flags": {}, "samples": 80, "skipped": 10, "norms": [0.5], "best_val_loss": 1.5, "best_step": 0, "scaler": {},
+    "tokenizer": None, "tokenizer_hash": None, "ranks": 1, "data": {},
 }  # fmt: skip
 
 
@@ -120,25 +120,27 @@ def test_everything_comes_back_bit_for_bit(tmp_path, tensors):
 
 
 def test_pointers_and_pruning(tmp_path):
-    def steps(step, best=False, keep_last=2):
-        save(tmp_path, step, {"w": torch.full((2,), float(step))}, keep_last=keep_last, best=best)
+    def steps(step, best, keep_last=2):
+        save(tmp_path, step, {"w": torch.full((2,), float(step))}, {"best_step": best}, keep_last=keep_last)
         return [int(name[5:]) for name in names(tmp_path) if name.startswith("step_")]
 
-    assert steps(10) == [10]
-    assert steps(20, best=True) == [10, 20]
-    assert steps(30) == [20, 30]
-    assert steps(40) == [20, 30, 40]  # 20 is the best
-    assert steps(50, best=True) == [40, 50]
-    assert steps(60, keep_last=1) == [50, 60]
-    assert steps(55, keep_last=1) == [50, 55, 60]  # rewound to 50: 60 stays until it is written again
+    assert steps(10, best=0) == [10] and not (tmp_path / "best").exists()
+    assert steps(20, best=20) == [10, 20]
+    assert steps(30, best=20) == [20, 30]
+    assert steps(40, best=20) == [20, 30, 40]
+    assert steps(50, best=50) == [40, 50]
+    assert steps(60, best=60, keep_last=1) == [60]
+    assert steps(50, best=50) == [50, 60]
+    assert steps(60, best=60) == [50, 60]
+    assert steps(55, best=50, keep_last=1) == [50, 55, 60]  # rewound to 50: 60 stays until it is written again
     assert checkpoint.find(tmp_path).name == step_name(55)
     assert checkpoint.find(tmp_path / "best").name == step_name(50)
-    assert steps(60, keep_last=1) == [50, 60]
+    assert steps(60, best=0, keep_last=1) == [50, 60]
     assert checkpoint.find(tmp_path / step_name(50)) == tmp_path / step_name(50)
     assert names(tmp_path) == ["best", "latest", step_name(50), step_name(60)]
-    assert steps(70, keep_last=9) == [50, 60, 70]
-    assert steps(52, keep_last=3) == [50, 52, 60, 70]  # the later steps are none of the last three
-    assert steps(54, keep_last=2) == [50, 52, 54, 60, 70]
+    assert steps(70, best=50, keep_last=9) == [50, 60, 70]
+    assert steps(52, best=50, keep_last=3) == [50, 52, 60, 70]  # the later steps are none of the last three
+    assert steps(54, best=50, keep_last=2) == [50, 52, 54, 60, 70]
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path, tensors):
@@ -183,7 +185,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, monkeyp
 
     def write(out_dir, step, value, keep_last):
         tensors = {"w": torch.full((50,), float(value))}
-        save(out_dir, step, tensors, {"samples": value}, keep_last=keep_last, best=True)
+        save(out_dir, step, tensors, {"samples": value, "best_step": step}, keep_last=keep_last)
 
     for i in (2, 3):
         write(tmp_path / "before", i, i, keep_last=2)
@@ -193,6 +195,8 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, step, monkeyp
         shutil.copytree(tmp_path / "before", tmp_path / "run")
         begun = changes_until_killed(lambda: write(tmp_path / "run", step, 9, keep_last=1), operation)
         kept.append([value_of(checkpoint.find(tmp_path / "run" / which)) for which in ("latest", "best")])
+        pointers = [(tmp_path / "run" / which).read_text() for which in ("latest", "best")]
+        assert pointers == sorted(pointers)  # a resume from `latest` finds no step better than `best`, or makes it anew
         for path in (tmp_path / "run").glob("step_????????"):
             value_of(path)
         write(tmp_path / "run", 5, 5, keep_last=1)
@@ -340,8 +344,10 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path):
     assert on_ranks(2, read, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
 
 
+ADDED = {"data", "best_step"}  # keys that older checkpoints lack
+COUNTS = ("step", "samples", "skipped", "ranks", "best_step")
 IMPOSSIBLE = {  # key of state.json -> values that no run saves
-    **dict.fromkeys(("step", "samples", "skipped", "ranks"), [-1, True, False, 2**43, 2**63, 2**70, "10", 10.0, None]),
+    **dict.fromkeys(COUNTS, [-1, True, False, 2**43, 2**63, 2**70, "10", 10.0, None]),
     "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
     "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
     "flags": [None, [], "x"],
@@ -369,7 +375,8 @@ def test_a_state_that_cannot_be_is_refused(tmp_path):
             text = error(checkpoint.read_state, path)
             assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r:.50}")
             assert text.count("; ") == 1 and "delete" not in text
-    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in IMPOSSIBLE if key != "data"]
+    needed = IMPOSSIBLE.keys() - ADDED
+    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in needed]
     for text in (*texts, "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
         file.write_text(text)
         assert f"{path} is damaged: state.json" in error(checkpoint.read_state, path)

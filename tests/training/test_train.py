@@ -264,21 +264,45 @@ def test_save_policy(run):
     assert checkpoint.find(folder).name == "step_00000010"
 
 
-def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
-    """`best` moves only to a lower finite loss than any before, those of before a resume included."""
-    val = {0: math.nan, 2: 3.0, 4: 4.0, 6: 3.5, 8: math.inf, 10: 2.5, 12: 2.5}
-    plain, seen = Evaluation.losses, []
+def script(monkeypatch):
+    """(a list for the validation losses of the coming evaluations, a list of those that were returned)."""
+    plain, losses, seen = Evaluation.losses, [], []
 
     def scripted(self, stop):
         of_train, of_val = plain(self, stop)
-        seen.append(steps[len(seen)])
+        seen.append(losses[len(seen)])
         return of_train, of_val._replace(nats=seen[-1])
 
     monkeypatch.setattr(Evaluation, "losses", scripted)
+    return losses, seen
+
+
+def test_a_run_that_goes_back_goes_back_to_its_best_checkpoint(run, monkeypatch, capsys):
+    """What `best` names is written over by a worse one; the best step itself may be gone."""
+    flags = ["--eval_interval=2", "--max_iters=6", "--keep_last=5"]
+    losses, seen = script(monkeypatch)
+    losses[:] = [5.0, 3.0, 4.0, 2.0]  # of steps 0, 2, 4 and 6
+    folder = run(*flags)
+    assert (folder / "best").read_text() == "step_00000006\n"
+    for best in (2, 4):
+        (folder / "latest").write_text("step_00000004\n")
+        losses[:], seen[:] = [4.0, 5.0], []
+        capsys.readouterr()
+        run(*flags, "--init_from=resume")
+        out = capsys.readouterr().out
+        assert (folder / "best").read_text() == f"step_{best:08d}\n" and f", of step_{best:08d}" in out
+        assert ("the best loss begins anew, as its checkpoint may have changed" in out) == (best == 4)
+        shutil.rmtree(folder / f"step_{best:08d}")
+
+
+def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
+    """`best` moves only to a lower finite loss than any before, those of before a resume included."""
+    val = {0: math.nan, 2: 3.0, 4: 4.0, 6: 3.5, 8: math.inf, 10: 2.5, 12: 2.5}
+    steps, seen = script(monkeypatch)
     flags = ["--eval_interval=2", "--keep_last=1"]
     found = []
     for evaluated, best in (([0, 2, 4, 6], 2), ([6, 8], 2), ([8, 10, 12], 10)):
-        steps, seen[:] = [val[step] for step in evaluated], []
+        steps[:], seen[:] = [val[step] for step in evaluated], []
         resumed = ["--init_from=resume"] * (evaluated[0] > 0)
         folder = run(*flags, f"--max_iters={evaluated[-1]}", "--lr_decay_iters=40", *resumed)
         assert seen == steps
@@ -287,7 +311,7 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
         assert {path.name for path in folder.glob("step_*")} == kept
         found += [checkpoint.read_state(folder / name)["best_val_loss"] for name in sorted(kept)]
     assert found == [3.0, 3.0, 3.0, 3.0, 2.5, 2.5]
-    steps, seen[:] = [math.nan, 3.0, 4.0, 3.5], []
+    steps[:], seen[:] = [math.nan, 3.0, 4.0, 3.5], []
     improved = run(*flags, "--max_iters=6", "--always_save_checkpoint=False", out="improved")
     assert sorted(path.name for path in improved.glob("step_*")) == ["step_00000002", "step_00000006"]
 
@@ -359,6 +383,7 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     assert losses(folder) == before
     watches = [Watch(Config(spike_factor=10.0), ALONE.device, norms) for norms in (19 * [1.0], 20 * [1.0], 20 * [0.0])]
     assert [bool(watch.spike(11.0)) for watch in watches] == [False, True, False] and watches[2].norms[-1] == 11.0
+    assert [bool(watches[1].spike(11.0)) for _ in range(30)] == [True] * 19 + [False] * 11  # it lasts: it is usual now
 
 
 def test_the_batch_grows(run, tmp_path, capsys):
