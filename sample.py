@@ -67,9 +67,9 @@ class SampleConfig(Flags):
     seed: int = 1337  # the same seed gives the same samples
     # --- distribution
     temperature: float = 0.8  # 0 = the most likely token, which is usual for targets; above 1 flatter
-    top_k: int = 200  # keeps the k most likely tokens, 0 = all
-    top_p: float = 1.0  # [>0] [<=1] keeps the most likely tokens of this total (arXiv:1904.09751)
-    min_p: float = 0.0  # [<=1] least share of the largest probability (arXiv:2407.01082)
+    top_k: int = 200  # [temperature>0] keeps the k most likely tokens, 0 = all
+    top_p: float = 1.0  # [>0] [<=1] [temperature>0] keeps the most likely tokens of this total (arXiv:1904.09751)
+    min_p: float = 0.0  # [<=1] [temperature>0] least share of the largest probability (arXiv:2407.01082)
     # --- machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto on a CPU = float32
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None):
         kind = "target" if model.cfg.objective == "seq2seq" and model.cfg.pairs is True else model.cfg.objective
         for name in cfg.sources.keys() & UNUSED[kind]:
             refuse(cfg, name, f"has no effect on a model of objective={model.cfg.objective}; leave it out")
-        if kind == "target" and "temperature" not in cfg.sources:
+        if kind == "target" and not cfg.sources.keys() & {"temperature", "top_k", "top_p", "min_p"}:
             cfg.temperature = 0.0
         ids = read_ids(cfg, kind, model.cfg, tokenizer, prompt)
         check_id("the prompt", max(ids), model.cfg.vocab_size)

@@ -35,7 +35,7 @@ P = [0.5, 0.25, 0.15, 0.07, 0.03]
     ({"top_k": 4, "min_p": 0.1, "temperature": 0.5}, [p**2 for p in P[:2]]),  # 0.15^2 / 0.5^2 is below 0.1
 ], ids=str)  # fmt: skip
 def test_choose(flags, kept):
-    cfg = SampleConfig(**{"temperature": 1.0, "top_k": 0} | flags)
+    cfg = SampleConfig(**{"temperature": 1.0} | flags)
     expected = torch.tensor([*kept, *[0.0] * (5 - len(kept))])
     expected = expected / expected.sum()
     place = torch.tensor([3, 0, 4, 1, 2])
@@ -325,6 +325,7 @@ REFUSED = [  # run, flags, and what the line must name
     ("seq2seq", [f"--start={'_ ' * 6}", "--blank=_"], ["more blanks than the model knows, 5; fill"]),
     ("seq2seq", ["--start=\ud800"], ["has no blank"]),
     ("causal", ["--start=a_", "--blank=_"], ["blank=_", "objective=causal"]),
+    ("causal", ["--temperature=0", "--top_p=0.5"], ["top_p=0.5", "temperature>0", "temperature=0"]),
     ("causal", ["nul.py"], ["start=FILE:a\\x00b: "]),
 ]
 FILES = {  # --start=FILE:... -> a part of the error line
