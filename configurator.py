@@ -16,6 +16,7 @@ Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be na
 
 import ast
 import difflib
+import glob
 import math
 import operator
 import os
@@ -186,6 +187,9 @@ def read_file(path: str) -> list[Setting]:
     """The settings of a config file. ValueError if it holds anything else."""
     if not os.path.isfile(path):
         remedy = f"flags are written --name=value, such as --out_dir={path}"
+        if path.endswith(".py"):
+            near = difflib.get_close_matches(path, glob.glob("config/*.py"), 1)
+            remedy = f"the nearest is {near[0]}" if near else "check the path"
         raise FileNotFoundError(f"{path}: no such config file; {remedy}")
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
     settings = []

@@ -123,7 +123,7 @@ def evaluate(
     flags = found.config(**machine)
     limit = flags.block_size
     if cfg.block_size > limit:
-        refuse(cfg, "block_size", f"is more than the model's {limit}; lower it, or use other data")
+        refuse(cfg, "block_size", f"is more than the model's {limit}; lower it, or leave it out")
     shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
     memory.check_batch(Rank(shorter, ranks.size, ranks.device))
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)

@@ -14,6 +14,7 @@ train.idx, or any x_train_text_document.bin with its .idx). meta.pkl is never op
 """
 
 import bisect
+import difflib
 import hashlib
 import json
 import math
@@ -144,7 +145,8 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder:
         fact = f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder"
-        raise ValueError(f"{fact}; prepare it, or pass a path")
+        near = difflib.get_close_matches(str(name), [path.name for path in Path(root).glob("*/")], 1)
+        raise ValueError(f"{fact}; prepare it, or pass {near[0] if near else 'a path'}")
     meta = read_meta(folder)
     fact = "is not prepared (it has no train_000000.bin and no train.bin)"
     check(any(find_shards(folder, meta, split) for split in SPLITS), folder, fact)
@@ -155,7 +157,8 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         raise problem(folder, fact, f"pass --vocab_size=N, or {write}")
     if vocab_size and vocab_size < own:
         fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
-        raise problem(folder, fact, f"pass {own} or more, or prepare the data with the tokenizer of the model")
+        remedy = f"prepare the data with the tokenizer of the model; a new model can have --vocab_size={own}"
+        raise problem(folder, fact, remedy)
     tokenizer = None
     if "tokenizer" in meta:
         tokenizer = from_spec(meta["tokenizer"], folder)
@@ -246,7 +249,7 @@ def open_shard(path: Path, record: dict, limit: int) -> Shard:
     try:
         shard = open_file(path)
     except OSError as e:
-        remedy = "check its permissions, and the limit of open files (ulimit -n)"
+        remedy = "prepare the data again, or check its permissions and the limit of open files (ulimit -n)"
         raise problem(path, f"cannot be read ({e.strerror})", remedy) from e
     check(len(shard), path, "holds no tokens")
     tokens = record.get("tokens", len(shard))

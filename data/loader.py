@@ -63,7 +63,8 @@ def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
         return [len(windows) for windows in stream.packs]
     for name, tokens, _ in stream.sources:
         if tokens <= block_size:
-            fact = f"{name} of {stream.name} has {tokens} tokens, too few for block_size={block_size}"
+            place = name if name == stream.name else f"{name} of {stream.name}"
+            fact = f"{place} has {tokens} tokens, too few for block_size={block_size}"
             raise ValueError(f"{fact}; pass a smaller --block_size, or prepare more data")
     return [(tokens - 1) // block_size for _, tokens, _ in stream.sources]
 
@@ -128,7 +129,7 @@ def _batch(
     largest = int(buffer.numpy().view(np.uint64).max())  # negative ids become large ones
     if largest >= stream.vocab_size:
         fact = f"{stream.name} has token id {largest}, and its vocabulary is {stream.vocab_size}"
-        raise ValueError(f"{fact}; set vocab_size in meta.json, or find a changed file with --verify_data=True")
+        raise ValueError(f"{fact}; find a changed file with --verify_data=True, or set vocab_size in meta.json")
     batch = objective(buffer, keys)
     if device.type == "cuda":
         batch |= document_starts(batch)

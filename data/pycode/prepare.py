@@ -1,6 +1,6 @@
 """pycode: the source code of Python's standard library, which every machine has without a network.
 
-    python data/pycode/prepare.py                    # about 11 MB of source into this folder, a few seconds
+    python data/pycode/prepare.py                    # about 12 MB of source into this folder, a few seconds
     python data/pycode/prepare.py --tokenizer=gpt2 --out=data/pycode_gpt2
 
 Each file is one document, followed by end-of-text, in the order of the paths. Tests are left out. The split is by

@@ -229,7 +229,7 @@ def windows(keys: dict, flags: dict, slides: Callable[[int], bool]) -> dict:
     """window and window_pattern, from layer_types; if the file has none, slides(i) says which layers have a window."""
     L = flags["n_layer"]
     size = keys.pop("sliding_window")
-    express(L < 2**12, f"a number of layers of {L}, but only one below 4096")
+    express(L <= 2**12, f"a number of layers of {L}, but at most 4096")
     types = keys.pop("layer_types") or [SLIDING if slides(i) else FULL for i in range(L)]
     known = len(types) == L and all(each in (SLIDING, FULL) for each in types)
     express(known, f"layer_types={types!r:.80}, but only {L} times {SLIDING} or {FULL}")

@@ -151,6 +151,7 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
     ("--lr=1e-3", ["lr=0.001", "nearest is learning_rate"]),
     ("--zzzzqqq=3", ["zzzzqqq=3", "--help"]),
     ("out/x", ["out/x: no such config file", "--out_dir=out/x"]),
+    ("train_pycode.py", ["no such config file; the nearest is config/train_pycode.py"]),
     ("--n_head=5 --n_embd=764", ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
     ("--batch_size=64.5", ["batch_size=64.5 (command line)", "expected int, such as 12"]),
     ("--batch_size=" + "(" * 250 + "1", ["batch_size='(((", "expected int"]),

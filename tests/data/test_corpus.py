@@ -260,7 +260,9 @@ def test_find_files(tmp_path, monkeypatch, capsys):
     assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.TXT.zst"]
     assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
     (tmp_path / "empty").mkdir()
-    for nothing in ("x/*.txt", "su*", "empty"):  # su* is a folder only
+    said = error(sources.find_files, ["b.txt", "empty"])
+    assert "is in the folder 'empty'; name other files by a pattern, such as 'empty/*.md'" in said
+    for nothing in ("x/*.txt", "su*"):  # su* is a folder only
         assert f"no regular file matches '{nothing}'; check the path" in error(sources.find_files, ["b.txt", nothing])
 
 

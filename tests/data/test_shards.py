@@ -127,6 +127,7 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
     ("a:1,b:0", "'b:0' is not a new name"), ("a:1,b:nan", "'b:nan' is not a new name"),
     ("a:1:2,b:1", "'a:1:2' is not a new name"), ("a:1,a:2", "'a:2' is not a new name"),
     ("a:1,nowhere:1", "there is no data set 'nowhere'"),
+    ("shake", "there is no data set 'shake' in data and no such folder; prepare it, or pass shakes"),
     ("a:1,c:1", "different kinds (a: tokenizer 68513ce4c5d4, vocab_size 257, end-of-text 256, pairs F"),
     ("a:1,d:1", "; d: unknown tokenizer, vocab_size 300, end-of-text None, pairs False)"),
     ("d:1,e:1", "; e: unknown tokenizer, vocab_size 301"),
@@ -134,6 +135,7 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
 ])  # fmt: skip
 def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
     monkeypatch.chdir(tmp_path)
+    os.makedirs("data/shakes")
     write_set("a"), write_set("b")
     with ShardWriter("c", CharTokenizer("".join(map(chr, range(257))))) as out:  # as many tokens as a
         out.add("train", np.array([0, 1, 2]))
