@@ -66,7 +66,7 @@ class SampleConfig(Flags):
     stop: str = ""  # text before which a sample ends; empty = only end-of-text ends it
     seed: int = 1337  # the same seed gives the same samples
     # --- distribution
-    temperature: float = 0.8  # 0 = the most likely token, which is usual for targets; above 1 flatter
+    temperature: float = 0.8  # 0 = the most likely token, as for targets without these flags; above 1 flatter
     top_k: int = 200  # [temperature>0] keeps the k most likely tokens, 0 = all
     top_p: float = 1.0  # [>0] [<=1] [temperature>0] keeps the most likely tokens of this total (arXiv:1904.09751)
     min_p: float = 0.0  # [<=1] [temperature>0] least share of the largest probability (arXiv:2407.01082)

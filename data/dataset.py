@@ -145,7 +145,8 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder:
         fact = f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder"
-        near = difflib.get_close_matches(str(name), [path.name for path in Path(root).glob("*/")], 1)
+        folders = [path.name for path in Path(root).glob("[!_]*") if path.is_dir()]
+        near = difflib.get_close_matches(str(name), folders, 1)
         raise ValueError(f"{fact}; prepare it, or pass {near[0] if near else 'a path'}")
     meta = read_meta(folder)
     fact = "is not prepared (it has no train_000000.bin and no train.bin)"
@@ -157,7 +158,7 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
         raise problem(folder, fact, f"pass --vocab_size=N, or {write}")
     if vocab_size and vocab_size < own:
         fact = f"has a vocabulary of {own}, more than vocab_size={vocab_size}"
-        remedy = f"prepare the data with the tokenizer of the model; a new model can have --vocab_size={own}"
+        remedy = f"give a new model --vocab_size={own}, or prepare the data with the tokenizer of the model"
         raise problem(folder, fact, remedy)
     tokenizer = None
     if "tokenizer" in meta:

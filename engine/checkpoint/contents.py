@@ -30,7 +30,7 @@ SCALER = {
 }  # fmt: skip
 STATE = {  # what state.json has -> its type, several types, [the type of all items] or {key: type}, which may be empty
     "step": int, "samples": int, "skipped": int, "ranks": int, "norms": [float], "best_val_loss": (float, NoneType),
-    "best_step": int,  # whose validation loss that is; 0 = a step without a checkpoint
+    "best_step": int,  # whose loss that is; 0 = one without a checkpoint, or not known
     "flags": dict, "scaler": SCALER, "tokenizer": (dict, NoneType), "tokenizer_hash": (str, NoneType),
     "index_sha256": str,  # of index.json
     # Sources are as now since this sample; samples read and weight of each, and hashes of their shards, also of val

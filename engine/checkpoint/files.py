@@ -53,10 +53,11 @@ def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], stat
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
-        remedy = "make room or give another --out_dir, on a file system that all ranks share, and start again"
+        remedy = "make room on a file system that all ranks share, and start again"
         if steps_in(final.parent):
-            remedy += " with --init_from=resume; earlier checkpoints are untouched"
-        raise OSError(f"cannot save checkpoint {final}: {reason(error)}; {remedy}") from error
+            remedy += " with --init_from=resume"
+        fact = f"cannot save checkpoint {final}: {reason(error)}; earlier checkpoints are untouched"
+        raise OSError(f"{fact}; {remedy}") from error
 
 
 def find(where: str | Path) -> Path:
@@ -76,7 +77,8 @@ def find(where: str | Path) -> Path:
                 return found
     steps = steps_in(run)
     if not steps:
-        raise FileNotFoundError(f"no checkpoint in {run}; give the out_dir of a run that has one, or train first")
+        remedy = "give the out_dir of a run that has one, or train without --init_from"
+        raise FileNotFoundError(f"no checkpoint in {run}; {remedy}")
     if pointer.name == "best":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest one, {steps[-1]}")
     say_once(f"warning: {pointer} names no checkpoint, the newest one is {steps[-1]}")
@@ -194,8 +196,11 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int):
     fsync(out_dir)
     if old.exists():
         _remove(old)
+    best = out_dir / "best"
     if state["best_step"]:
-        write_file(out_dir / "best", f"{step_name(state['best_step'])}\n".encode())
+        write_file(best, f"{step_name(state['best_step'])}\n".encode())
+    elif named_by(best) >= final.name:  # of what the run has gone back from
+        best.unlink()
     write_file(out_dir / "latest", f"{final.name}\n".encode())  # last: a run that is killed before finds its best again
     fsync(out_dir)
     # If the user has gone back to an earlier checkpoint, there are later steps. They stay.

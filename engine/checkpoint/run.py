@@ -173,7 +173,7 @@ def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
 def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
     """(since and read of the Loader of a run that goes on from this state, lines about what has changed). A source is
     known by its shards, and goes on behind what was read of it. A best loss of another evaluation is dropped, or one
-    whose checkpoint is gone, as in a run that went back and wrote over it."""
+    whose checkpoint is gone, as if a run goes back from a later best."""
     stored = state["data"]
     place = {name: stored[name] for name in ("since", "read") if name in stored}
     notes = []
@@ -192,7 +192,7 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
         changed.append("the validation data")
     best = state["best_step"]
     if best and not of_first_rank(Path(cfg.out_dir, step_name(best)).is_dir):
-        changed.append("its checkpoint")
+        changed.append(step_name(best))
     if changed and state["best_val_loss"] is not None:
         state["best_val_loss"] = None
         state["best_step"] = 0

@@ -23,7 +23,7 @@ class Checkpoints:
         self.metrics = metrics
         self.last_step = step  # of the last checkpoint
         self.best_loss = state["best_val_loss"]  # the lowest validation loss so far
-        self.best_step = state["best_step"]  # its step, 0 if that has no checkpoint
+        self.best_step = state["best_step"]  # its step; 0 = one without a checkpoint, or not known
 
     def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
         """Whether the losses of this step are finite, and its validation loss is now the lowest."""

@@ -35,7 +35,7 @@ def check(cfg):
     unit = math.lcm(2 * cfg.cp, cfg.cp * cfg.tp)
     if cfg.block_size % unit:
         whole = -(-cfg.block_size // unit) * unit
-        refuse(cfg, "cp tp block_size", f"a rank has two pieces, which tp cuts again; set --block_size={whole}")
+        refuse(cfg, "cp tp block_size", f"not a multiple of {unit}, pieces of all ranks; set --block_size={whole}")
 
 
 def piece_indices(group: ProcessGroup) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from ops import by_expert, has_values
 def check(cfg, ranks: int):
     """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts."""
     if cfg.n_expert % cfg.ep:
-        refuse(cfg, "ep n_expert", "each rank has as many experts; set ep to a divisor")
+        refuse(cfg, "ep n_expert", "ep does not divide n_expert; set ep to a divisor")
     if ranks % cfg.ep:
         refuse(cfg, "ep", f"does not divide the {ranks} data-parallel ranks of a copy; set it to a divisor")
     if cfg.activation_checkpoint == "selective":

@@ -90,11 +90,11 @@ def check_layout(cfg, size: int):
     micro_batches = cfg.gradient_accumulation_steps
     if micro_batches % data:
         fewest = -(-micro_batches // data) * data
-        refuse(cfg, "gradient_accumulation_steps", f"is divided among {ranks}; set it to {fewest}")
+        refuse(cfg, "gradient_accumulation_steps", f"not divisible by {ranks}; set it to {fewest}")
     if cfg.ramp and cfg.pp > 1:
         refuse(cfg, "batch_ramp pp", "a pipeline's schedule is fixed; set pp=1")
     if any(n % data for n, _ in cfg.ramp):
-        refuse(cfg, "batch_ramp", f"is divided among {ranks}; set multiples of {data}")
+        refuse(cfg, "batch_ramp", f"not divisible by {ranks}; set multiples of {data}")
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:

@@ -20,5 +20,5 @@ def check(cfg, n_micro: int):
         refuse(cfg, "pp n_layer", "each stage needs a block; set pp lower")
     if n_micro < cfg.pp:
         enough = cfg.gradient_accumulation_steps * cfg.pp // math.gcd(n_micro, cfg.pp)
-        fact = f"a pipeline has {n_micro} micro-batches in a step, and needs one for each stage"
+        fact = f"a stage needs a micro-batch each, and a pipeline has {n_micro} in a step"
         refuse(cfg, "pp gradient_accumulation_steps", f"{fact}; set gradient_accumulation_steps to {enough}")

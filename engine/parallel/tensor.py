@@ -68,14 +68,14 @@ def check(cfg):
             fact = f"does not divide the {text} tokens of the text or the {source} of its source"
             refuse(cfg, "tp", f"{fact}; change block_size, corrupt_ratio or span_length")
     if cfg.block_size % n:
-        refuse(cfg, "tp block_size", f"a rank has an equal part; set --block_size={-(-cfg.block_size // n) * n}")
+        refuse(cfg, "tp block_size", f"tp does not divide it; set --block_size={-(-cfg.block_size // n) * n}")
     if cfg.dropout > 0:
         refuse(cfg, "dropout tp", "these do not go together; leave dropout out, or set tp=1")
     for reader, _ in cfg.readers:
         if not reader.units:
             _, kv_heads = heads_of(cfg, reader)
             if kv_heads % n:
-                refuse(cfg, "tp", f"does not divide the {kv_heads} key/value heads; choose a tp that divides them")
+                refuse(cfg, "tp", f"does not divide the number of key/value heads, {kv_heads}; set a divisor")
         elif reader.phi == "softmax":
             refuse(cfg, "layer tp", "the softmax of p needs all its units; set tp=1")
         elif hidden_units(cfg, reader) % (cfg.hidden_unit * n):

@@ -91,6 +91,7 @@ def report(plan: Plan) -> str:
         for name, value in {"activation_checkpoint": "full", "parallel": "fsdp"}.items():
             if getattr(cfg, name) != value:
                 verdict += f", {name}={value}"
+    ramp = ", as if all steps had the last batch of batch_ramp" if cfg.ramp else ""
     lines = [
         f"{plan.work.n_params:,} parameters, {plan.work.flops_per_token / 1e9:,.4g} GFLOP per token forward and "
         f"backward; attention: {plan.work.attention_kernels}",
@@ -104,7 +105,7 @@ def report(plan: Plan) -> str:
         *(row(cause, seconds) for cause, seconds in plan.seconds.items()),
         row("in all", plan.step, f"MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s"),
         f"max_iters={cfg.max_iters:,}: {plan.tokens * cfg.max_iters / 1e9:,.1f} billion tokens in "
-        f"{plan.step * cfg.max_iters / 86400:,.1f} days" + " or less, as batch_ramp begins smaller" * bool(cfg.ramp),
+        f"{plan.step * cfg.max_iters / 86400:,.1f} days{ramp}",
         f"\nAssumed, not measured: {gpu.achieved:.0%} of the peak; {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s among the "
         f"{PER_NODE} GPUs of a node, and of {gpu.inter / 1e9:.0f} GB/s beyond;",
         f"{OVERLAP:.0%} of the computation hides traffic of data ranks; {USABLE:.0%} of the memory is usable.",

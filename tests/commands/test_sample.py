@@ -24,6 +24,7 @@ P = [0.5, 0.25, 0.15, 0.07, 0.03]
 
 @pytest.mark.parametrize("flags,kept", [
     ({}, P),
+    ({"top_k": 0}, P),
     ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
     ({"temperature": 1e-300}, [1, 0, 0, 0, 0]),
     ({"temperature": 2.0}, [p**0.5 for p in P]),

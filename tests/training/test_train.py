@@ -291,8 +291,14 @@ def test_a_run_that_goes_back_goes_back_to_its_best_checkpoint(run, monkeypatch,
         run(*flags, "--init_from=resume")
         out = capsys.readouterr().out
         assert (folder / "best").read_text() == f"step_{best:08d}\n" and f", of step_{best:08d}" in out
-        assert ("the best loss begins anew, as its checkpoint may have changed" in out) == (best == 4)
+        assert ("the best loss begins anew, as step_00000002 may have changed" in out) == (best == 4)
         shutil.rmtree(folder / f"step_{best:08d}")
+    losses[:], seen[:] = [1.0, 3.0, 4.0, 0.5], []
+    folder = run(*flags, out="best_at_first")
+    (folder / "latest").write_text("step_00000004\n")
+    losses[:], seen[:] = [4.0, 5.0], []
+    run(*flags, "--init_from=resume", out="best_at_first")
+    assert not (folder / "best").exists() and "the best val loss is 1.0000, of step 0" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
@@ -480,7 +486,7 @@ def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", to_full_disk)
         error = refused(lambda flags: run(*flags, out="full"), flags, capsys)
-    assert f"step_{failing:08d}: File too large; " in error and "--out_dir" in error
+    assert f"step_{failing:08d}: File too large; " in error and error.endswith("start again with --init_from=resume\n")
     assert sorted(path.name for path in out.glob("step_*")) == [f"step_{n:08d}" for n in kept]
     assert checkpoint.find(out).name == f"step_{kept[-1]:08d}"
     if best is not None:
