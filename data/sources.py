@@ -48,8 +48,8 @@ def find_files(paths: Iterable[str]) -> list[str]:
             continue
         if os.path.isdir(path):
             files = list(walk(path, left_out))
-            kinds = "no text (.txt), record (.jsonl) or table (.parquet) is in"
-            require(files, f"{kinds} the folder {path!r}; name other files by a pattern, such as '{path}/*.md'")
+            fact = f"no text (.txt), record (.jsonl) or table (.parquet) is in the folder {path!r}"
+            require(files, f"{fact}; name other files by a pattern, such as '{path}/*.md'")
         elif os.path.exists(path):
             files = [path]
         else:

@@ -53,7 +53,7 @@ def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], stat
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
-        remedy = "make room on a file system that all ranks share, and start again"
+        remedy = "make room, see that all ranks share the folder, and start again"
         if steps_in(final.parent):
             remedy += " with --init_from=resume"
         fact = f"cannot save checkpoint {final}: {reason(error)}; earlier checkpoints are untouched"
@@ -199,7 +199,7 @@ def _commit(final: Path, written: list[dict], state: dict, keep_last: int):
     best = out_dir / "best"
     if state["best_step"]:
         write_file(best, f"{step_name(state['best_step'])}\n".encode())
-    elif named_by(best) >= final.name:  # of what the run has gone back from
+    elif named_by(best) >= final.name:  # a later step, from which the run has gone back
         best.unlink()
     write_file(out_dir / "latest", f"{final.name}\n".encode())  # last: a run that is killed before finds its best again
     fsync(out_dir)

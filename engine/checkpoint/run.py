@@ -173,7 +173,7 @@ def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
 def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
     """(since and read of the Loader of a run that goes on from this state, lines about what has changed). A source is
     known by its shards, and goes on behind what was read of it. A best loss of another evaluation is dropped, or one
-    whose checkpoint is gone, as if a run goes back from a later best."""
+    whose checkpoint is gone, as when a run has gone back from a later one."""
     stored = state["data"]
     place = {name: stored[name] for name in ("since", "read") if name in stored}
     notes = []
@@ -190,13 +190,16 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     changed = [name for name in OF_EVALUATION if state["flags"].get(name) != getattr(cfg, name)]
     if stored.get("val") != val.hashes:
         changed.append("the validation data")
+    reasons = []
+    if changed:
+        reasons.append(f"{' and '.join(changed)} may have changed")
     best = state["best_step"]
     if best and not of_first_rank(Path(cfg.out_dir, step_name(best)).is_dir):
-        changed.append(step_name(best))
-    if changed and state["best_val_loss"] is not None:
+        reasons.append(f"{step_name(best)} is gone")
+    if reasons and state["best_val_loss"] is not None:
         state["best_val_loss"] = None
         state["best_step"] = 0
-        notes.append(f"the best loss begins anew, as {' and '.join(changed)} may have changed")
+        notes.append(f"the best loss begins anew, as {', and '.join(reasons)}")
     return place, notes
 
 

@@ -1,6 +1,8 @@
 """Experts against transformers' blocks by copied weights, a loop over tokens, and a dense MLP, in float64."""
 
 import itertools
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import transformers
 from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, in_turn, jitter, stream, trained
 
 import ops
+from engine.parallel.tensor import row_parallel
 from engine.plan.accounting import flops, n_read
 from flags import READER
 from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
@@ -100,6 +103,13 @@ def test_grouped_products_are_those_of_each_group(ends, dtype, width):
     grad = torch.randn(y.shape, generator=generator).to(dtype)
     for ours, theirs in zip(*(torch.autograd.grad(z, leaves, grad) for z in (y, expected)), strict=True):
         assert torch.allclose(ours, theirs, **tolerance)
+
+
+def test_under_tp_experts_keep_the_loop_of_compilation():
+    loop = Mock(side_effect=ops.linear_by_linear)
+    layer = SimpleNamespace(weight=torch.ones(2, 3, 3), bias=torch.ones(2, 3), loop=loop)
+    y = row_parallel(layer, 2, torch.ones(4, 3), torch.tensor([1, 4]))
+    assert loop.called and torch.equal(y, torch.full((4, 3), 3.5))
 
 
 def test_the_bias_of_an_expert_has_its_load_as_gradient():

@@ -360,7 +360,9 @@ def test_a_large_model_takes_seconds_and_no_memory():
     assert p.work.n_params == 70_553_706_496
     # 4 bytes for each of a number, its gradient and two moments; norms are in all slices of tp
     assert sum(p.memory[kind] for kind in STATES) == pytest.approx(p.work.n_params * 16 / 1024, rel=1e-3)
-    assert "it fits" in plan.report(p)
+    assert "it fits" in plan.report(p) and "batch_ramp" not in plan.report(p)
+    p.cfg.batch_ramp = "128:1000"
+    assert "days, as if all steps had the last batch of batch_ramp" in plan.report(p)
     p.gpu = p.gpu._replace(memory=1e6)
     advice = plan.report(p).partition("DOES NOT FIT")[2].partition("host")[0]
     assert "batch_size" in advice and "activation_checkpoint=full" in advice and "parallel" not in advice
