@@ -504,7 +504,7 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
         even = -(-cfg.n_embd // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
         refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
     if cfg.n_kv_head not in (0, Hkv):
-        refuse(cfg, "n_kv_head attention", f"mha has {H} key/value heads and mqa has 1; set attention=gqa")
+        refuse(cfg, "n_kv_head attention", f"mha has {H} key/value heads, mqa 1; set n_kv_head=0, or attention=gqa")
     if Hkv == 0 or H % Hkv:
         refuse(cfg, "attention n_kv_head n_head", "set n_kv_head to a divisor of n_head")
     if reader.share > 1 or (reader.share * Hkv).denominator > 1:

@@ -554,7 +554,7 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"dropout": 1.0}, ["dropout=1.0"]),
     ({"attention": "gqa"}, ["n_kv_head=0", "attention=gqa", "n_head=4"]),
     ({"attention": "gqa", "n_kv_head": 3}, ["n_kv_head=3", "n_head=4"]),
-    ({"attention": "mqa", "n_kv_head": 2}, ["n_kv_head=2", "attention=mqa"]),
+    ({"attention": "mqa", "n_kv_head": 2}, ["n_kv_head=2", "attention=mqa", "set n_kv_head=0"]),
     ({"n_kv_head": 2}, ["n_kv_head=2", "attention=mha", "gqa"]),
     ({"pos": "rope", "n_embd": 36}, ["pos=rope", "9"]),
     ({"pos": "sinusoidal", "n_embd": 35, "n_head": 5}, ["pos=sinusoidal", "35"]),
