@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 
@@ -19,6 +20,7 @@ from preparing import error
 from safetensors.torch import load_file
 
 import train
+from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
 from engine.parallel.owners import Part
 
@@ -246,6 +248,34 @@ def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
         assert names(tmp_path) == left.get(step, ["latest", "step_00000003"])
 
 
+def test_what_the_first_rank_does_not_find_is_no_checkpoint(tmp_path, monkeypatch):
+    """As where another rank has written its file into a folder of its own: what was saved before stays."""
+    first, write = put(tmp_path, 1), contents.write
+
+    def elsewhere(file, parts):
+        entries = write(file, parts)
+        file.unlink()
+        return entries
+
+    monkeypatch.setattr(contents, "write", elsewhere)
+    assert "earlier checkpoints are untouched" in error(put, tmp_path, 2, kind=OSError, keep_last=1)
+    assert names(tmp_path) == ["latest", first.name] and value_of(first) == 1
+
+
+def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
+    """A power failure may keep a name and lose what was not synced before: so files, their step, `latest`, in turn."""
+    out, synced = tmp_path / "out", []
+
+    def fsync(handle):
+        name = re.sub(r"\.tmp-|-\w{8}$", "", os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        synced.append((name, (out / step_name(1)).exists(), (out / "latest").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put(out, 1)
+    files = [(name, False, False) for name in ("rank_0.safetensors", "index.json", "state.json", step_name(1))]
+    assert synced == [*files, ("out", True, False), ("latest", True, False), ("out", True, True)]
+
+
 def part(whole, layout, rank):
     """What a rank holds. A layout has for each dimension of the mesh what it cuts, None for copies, and its ranks."""
     tensor, offsets = whole, [0] * whole.dim()
@@ -340,11 +370,12 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path):
     index = index_of(path)
     for name, pieces in [("plain", 1), ("copies_copies.9", 1), ("rows_copies.9", 2), ("rows_rows.9", 4), ("rng.3", 1)]:
         assert len(index[name].pieces) == pieces  # what several ranks have is written once
+    assert len({index[f"copies_copies.{shape}"].pieces[0].file for shape in WHOLE}) > 1  # and they take turns
     save(tmp_path / "single", 1, wholes)
     assert on_ranks(2, read, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
 
 
-ADDED = {"data", "best_step"}  # keys that older checkpoints lack
+ADDED = {"data": {}, "best_step": 0}  # keys that older checkpoints lack
 COUNTS = ("step", "samples", "skipped", "ranks", "best_step")
 IMPOSSIBLE = {  # key of state.json -> values that no run saves
     **dict.fromkeys(COUNTS, [-1, True, False, 2**43, 2**63, 2**70, "10", 10.0, None]),
@@ -375,6 +406,9 @@ def test_a_state_that_cannot_be_is_refused(tmp_path):
             text = error(checkpoint.read_state, path)
             assert text.startswith(f"checkpoint {path} is damaged: state.json: {key} is {value!r:.50}")
             assert text.count("; ") == 1 and "delete" not in text
+    for key, value in ADDED.items():
+        file.write_text(json.dumps({k: v for k, v in json.loads(good).items() if k != key}))
+        assert checkpoint.read_state(path)[key] == value
     needed = IMPOSSIBLE.keys() - ADDED
     texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in needed]
     for text in (*texts, "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):

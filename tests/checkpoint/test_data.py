@@ -84,9 +84,10 @@ def test_a_resume_on_data_that_were_prepared_again(run, tmp_path, capsys):
 
 
 def test_the_best_loss_is_of_one_evaluation(run, tmp_path, capsys):
-    folder = run(*SHORT, "--max_iters=4")
+    folder = run(*SHORT, "--max_iters=4", "--objective=seq2seq", "--corrupt_ratio=0.3")
     edit_state(folder, best_val_loss=0.5)
-    for flag, anew in (("eval_iters=3", True), ("batch_size=2", True), ("seed=5", True), ("keep_last=3", False)):
+    flags = dict.fromkeys(("eval_iters=3", "batch_size=2", "seed=5", "corrupt_ratio=0.25", "span_length=5"), True)
+    for flag, anew in (flags | {"keep_last=3": False}).items():
         again = shutil.copytree(folder, tmp_path / flag)
         capsys.readouterr()
         run(*SHORT, f"--{flag}", "--max_iters=8", "--init_from=resume", out=flag)

@@ -26,7 +26,7 @@ from engine.config import Config
 
 
 def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, capsys):
-    """It comes after the first one's look at out_dir and before its first line. An evaluation takes no lock."""
+    """It comes after the first one's look at out_dir and before its first line. Evaluations and plans lock nothing."""
     join = train.join
 
     def others_come(cfg):
@@ -35,7 +35,8 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
         for how in (["--init_from=resume"], TINY):
             belongs = f"out_dir={cfg.out_dir} belongs to process {os.getpid()} on "
             refused(train.main, [*flags, *how], capsys, [belongs])
-        refused(train.main, [*flags, "--init_from=resume", "--eval_only=True"], capsys, ["no checkpoint in"])
+        for more in ("--eval_only=True", "--plan=True"):
+            refused(train.main, [*flags, "--init_from=resume", more], capsys, ["no checkpoint in"])
         assert os.listdir(cfg.out_dir) == [".lock"]
         return join(cfg)
 

@@ -135,6 +135,8 @@ def test_a_file_of_nanogpt_loads(tmp_path):
     wanted = {name: value for name, value in found.items() if name[0] != "_" and name != "decay_lr"}
     wanted |= {"schedule": "constant", "warmup_iters": 0, "init_from": "hf:openai-community/gpt2-xl"}
     assert asdict(parse(Config, [write(tmp_path / "c.py", NANOGPT)])) == asdict(Config()) | wanted
+    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+        assert parse(Config, [f"--init_from={name}"]).init_from == f"hf:openai-community/{name}"
 
 
 def test_last_decay_lr_counts(tmp_path):
@@ -163,6 +165,7 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
     ("--muon_lr=0.1", ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
     ("--pos=alibi --objective=masked", ["pos=alibi (command line)", "objective=masked", "retired"]),
     ("--warmup_iters=90 --schedule=wsd --max_iters=100", ["warmup_iters=90 (", "cooldown of 20", "max_iters=100 ("]),
+    ("--min_lr=1e-3", ["min_lr=0.001 (command line)", "learning_rate=0.0006", "a tenth is usual"]),
     ("--warmup_iters=7 --max_iters=9 --lr_decay_iters=5", ["warmup_iters=7 (", "lr_decay_iters=5 (", "set warmup"]),
 ]
 NO_FLOAT = {"nan": "nan", "1e999": "inf", "10**999": "'10**999'", "1/0": "'1/0'", "9007199254740993": "90071992547409"}

@@ -17,8 +17,9 @@ from test_nanogpt import nanogpt_state, write
 
 import evaluate
 import sample
-from data.tokenizer import CharTokenizer
+from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from engine.checkpoint import weights
+from engine.evaluation import Loss
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model
 from tools import lens
@@ -176,6 +177,15 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
         refused(evaluate.main, of_text, capsys, [said])
 
 
+@pytest.mark.parametrize("size", [50257, 50304])
+def test_a_vocabulary_of_gpt2s_size_is_gpt2s(size, tmp_path):
+    """Which nanoGPT pads to 50304."""
+    args = ARGS | {"vocab_size": size, "n_layer": 1}
+    write(tmp_path / "ckpt.pt", model=nanogpt_state(**args), model_args=args, config={"dataset": "openwebtext"})
+    tokenizer = weights.read(f"nanogpt:{tmp_path / 'ckpt.pt'}", lambda found: found.tokenizer())
+    assert isinstance(tokenizer, GPT2Tokenizer)
+
+
 def write_llama(folder: Path):
     """A folder of Hugging Face with a random Llama and a tokenizer that puts <s> before a text; returns both."""
     import transformers
@@ -214,6 +224,7 @@ def test_a_folder_of_hugging_face(figures, tmp_path, capsys):
     said = f"has token id {len(tokenizer) - 1}, and the model has {len(tokenizer) - 1};"
     for program in (sample, lens):
         refused(program.main, [where, "--device=cpu", "--start=the cat sat on"], capsys, [said])
+    refused(evaluate.main, ["--device=cpu", where, f"--file={tmp_path / 'text.txt'}"], capsys, [said])
 
 
 def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
@@ -225,6 +236,11 @@ def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
     loss, bits = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) bits per byte, perplexity ", out).groups()
     assert (float(loss), float(bits)) == pytest.approx((last["val_loss"], last["val_bpb"]), abs=1e-4)
     assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+
+
+def test_a_loss_without_a_perplexity(runs, figures, monkeypatch):
+    monkeypatch.setattr(evaluate, "mean_loss", lambda *_: Loss(1000.0, None, 5, 0))
+    assert figures(f"--out_dir={runs / 'causal'}")["perplexity"] is None
 
 
 def test_json_has_no_infinity(capsys):

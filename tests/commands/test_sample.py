@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,6 +235,16 @@ def test_a_sample_that_ends_within_a_character(capsys):
     assert capsys.readouterr().out == "a\ufffd\ufffd\ufffd\n"
 
 
+def test_each_sample_of_a_batch_ends_by_itself(capsys, monkeypatch):
+    """At any of the ids that end a text, of which a model may have several, while the others go on."""
+    monkeypatch.setattr(ByteTokenizer, "ends", {256, ord(".")})
+    rows = [*b"x", 256, *b"zz"], [*b"yyyy"], [*b"w.vv"]
+    monkeypatch.setattr(sample, "generate", lambda *_: map(torch.tensor, zip(*rows, strict=True)))
+    model, cfg = SimpleNamespace(cfg=ModelConfig()), SampleConfig(num_samples=3, max_new_tokens=4)
+    assert sample.continue_text(cfg, model, ByteTokenizer(), "a", torch.tensor([[97]] * 3), None) == 4 * 3
+    assert capsys.readouterr().out == sample.SEPARATOR.join(["ax", "ayyyy", "aw"]) + "\n"
+
+
 def test_any_prompt_and_any_terminal(runs, tmp_path, monkeypatch):
     """A prompt that is not UTF-8, a terminal with ASCII only, and a reader that ends early."""
     flags = [f"--out_dir={runs / 'causal'}", "--start=é\udcff", "--max_new_tokens=40", "--device=cpu"]
@@ -320,6 +331,8 @@ def files(tmp_path_factory) -> Path:
 REFUSED = [  # run, flags, and what the line must name
     ("masked", ["--start=no blank"], ["start='no blank'", "<mask>", "--blank"]),
     ("masked", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=masked"]),
+    ("masked", ["--start=a_", "--blank=_", "--max_new_tokens=3"], ["max_new_tokens=3", "objective=masked"]),
+    ("seq2seq", ["--start=a_", "--blank=_", "--stop=x"], ["stop=x", "objective=seq2seq"]),
     ("masked", [f"--start={'a' * 32}<mask>"], ["33 tokens", "block_size=32"]),
     ("masked", [f"--start={'<mask>' * 40}"], ["more blanks than the model knows, 32; fill"]),
     ("masked", ["--start=a_", "--blank="], ["blank"]),
@@ -359,5 +372,7 @@ def test_weights_that_are_not_finite(runs, monkeypatch, capfd, name, start):
 def test_odd_prompts_are_continued(say, tmp_path):
     (tmp_path / "prompt.txt").write_text("été ", encoding="utf-8")
     assert say(f"--start=FILE:{tmp_path / 'prompt.txt'}", "--max_new_tokens=3").startswith("été ")
+    (tmp_path / "prompt.txt").write_bytes(b"a\r\nb\rc")  # of other systems
+    assert say(f"--start=FILE:{tmp_path / 'prompt.txt'}", "--max_new_tokens=3").startswith("a\nb\nc")
     for prompt in ("a\0b", "\ud800", "\udcff", "\ufeffx", "é" * 40, "\r\n", "FILE"):
         assert len(say(f"--start={prompt}", "--max_new_tokens=2")) >= len(prompt) + 1, ascii(prompt)

@@ -240,6 +240,13 @@ def test_a_single_text_by_default(tmp_path):
     assert splits_of(tmp_path / "some") == {"train": train[:1500], "val": val}
 
 
+def test_of_many_documents_one_in_two_hundred_validates(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(1000)))
+    prepare(args(tmp_path / "out", val_fraction=None, documents="line"), [str(tmp_path / "a.txt")])
+    val = open_data(tmp_path / "out").meta["splits"]["val"]["documents"]
+    assert val == sum(validates(i, 0.005) for i in range(1000)) > 1
+
+
 def test_find_files(tmp_path, monkeypatch, capsys):
     names = ("b.txt", "a.jsonl", "sub/c.parquet", "sub/d.TXT.zst", "note.md", "we[i]rd.txt", "._b.txt")
     for name in (*names, ".ipynb_checkpoints/b-checkpoint.txt"):
@@ -392,6 +399,10 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
     message = error(prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
     assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
     assert "another input;" in error(prepare, args(tmp_path / "out"), web[:1])
+    content = Path(web[0]).read_bytes()
+    Path(web[0]).write_bytes(content + b'{"text": "more"}\n')
+    assert "another input;" in error(prepare, args(tmp_path / "out"), web)
+    Path(web[0]).write_bytes(content)
     shard, progress = (tmp_path / "out" / PREPARING / name for name in ("train_000000.bin", "progress.json"))
     whole = progress.read_bytes()
     for content in (b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "splits": {}}'):

@@ -21,12 +21,14 @@ from data.dataset import open_data
 from data.loader import Loader, count_windows, eval_batches
 from data.numbers import prepare as numbers
 from data.objective import PAIRS, open_with_objective
-from data.pairs import documents
+from data.pairs import documents, encode
 from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
+from engine.answers import greedy
 from engine.checkpoint import weights
 from engine.config import Config
+from model import Model, ModelConfig
 
 EOT = 256
 ROWS = [(f"{i} " * (i % 5), "é" * (i % 3) + str(i)) for i in range(60)]  # some sources and no target are empty
@@ -73,6 +75,22 @@ def test_a_chat_has_the_assistants_contents_as_targets(tmp_path):
     assert bytes(46 if i == EOT else i for i in ids).decode() == text
     assert "".join(c if m & 1 else " " for c, m in zip(text, marks, strict=True)).split() == ["Hello.", "!."]
     assert [m & 2 for m in marks] == [2, *[0] * (n - 1)]
+
+
+def test_a_source_begins_a_text_and_a_target_goes_on():
+    """Where a tokenizer, as Llama 2's, puts <s> and a blank before a text."""
+
+    class Llama(ByteTokenizer):
+        prefix = [1]
+
+        def encode(self, text):
+            return self.encode_rest(f" {text}")
+
+        def encode_rest(self, text):
+            return ByteTokenizer.encode(self, text)
+
+    ids, marks = encode(Llama(), [("ab", False), ("c", True)])
+    assert ids.tolist() == [1, *b" abc", EOT] and marks.tolist() == [2, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("record, pairs, flags, words", [
@@ -246,6 +264,12 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
         refused(train.main, [*flags, *more.split()], capsys, [words])
 
 
+@pytest.mark.parametrize("pos, anew", [("learned", True), ("sinusoidal", True), ("rope", False)])
+def test_where_a_pair_lies_changes_nothing(tmp_path, pos, anew):
+    """Places in a window are counted from each pair's beginning; RoPE sees their differences alone."""
+    assert opened(prepared(tmp_path), block_size=24, pos=pos)[2].doc_positions == anew
+
+
 def test_pairs_false_trains_on_all_tokens(tmp_path):
     stream, objective, cfg = opened(prepared(tmp_path), block_size=16, pairs=False)
     first = rows_of(eval_batches(stream, objective, 1))[0]
@@ -292,6 +316,28 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     written, greedy = {"causal": ("cdeCDE\n", ["--temperature=0"]), "seq2seq": ("CDE\n", [])}[name]  # a default
     sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *greedy])
     assert capsys.readouterr().out == written
+
+
+def test_a_model_of_pairs_is_evaluated_on_texts(translators, tiny_data, capsys):
+    """All their tokens are targets, as the new data say which are."""
+    evaluate.main([f"--out_dir={translators / 'causal'}", f"--dataset={tiny_data}", "--device=cpu", "--json=True"])
+    assert json.loads(capsys.readouterr().out)["tokens"] == (len(open_data(tiny_data).split("val")) - 1) // 24 * 24
+
+
+def test_an_answer_has_no_token_of_the_padding(monkeypatch):
+    model, logits = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=320)).eval(), Model.logits
+    monkeypatch.setattr(Model, "logits", lambda self, x: logits(self, x) + 1e4 * (torch.arange(320) > EOT))
+    [answer] = greedy(model, ByteTokenizer(), torch.tensor([[*b"ab"]]))
+    assert all(i < EOT for i in answer)
+
+
+def test_targets_are_the_likeliest_unless_a_flag_draws_them(translators, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sample, "choose", lambda x, cfg, generator: seen.append(cfg.temperature) or x.argmax(-1))
+    for flag, temperature in (("seed=1", 0), ("top_k=3", 0.8), ("top_p=0.9", 0.8), ("min_p=0.1", 0.8)):
+        sample.main([f"--out_dir={translators / 'seq2seq'}", "--device=cpu", "--start=cde", f"--{flag}"])
+        assert {*seen} == {temperature}, flag
+        seen.clear()
 
 
 def test_what_has_no_answer_is_refused(trained, translators, capsys, tmp_path):

@@ -75,6 +75,9 @@ def test_raw_nanogpt_files(tmp_path, monkeypatch):
     assert read_all(data.split("train")) == tokens and data.vocab_size == 65 and data.tokenizer is None
     (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
     assert read_all(open_data(tmp_path).split("train")) == tokens
+    hashes = open_data(tmp_path).split("train").hashes
+    (tmp_path / "train.bin").write_bytes(struct.pack("<5H", *tokens, 3))  # a resume says that the data have changed
+    assert open_data(tmp_path).split("train").hashes != hashes
     (tmp_path / "train.bin").write_bytes(b"12345")
     assert "train.bin is no shard" in error(open_data(tmp_path).split, "train")
     assert not (tmp_path / "BOOM").exists()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
 from helpers import IN_FLOAT64, distance, losses, metrics, refused, weights_in
+from huggingface_hub.utils import filter_repo_objects
 from models import jitter
 from preparing import tokens_of
 from safetensors.torch import load_file, save_file
@@ -217,6 +218,16 @@ def test_published_configs(name):
     assert sum(shape.numel() for shape in shapes_of(ModelConfig(**found)).values()) == n_params
 
 
+@pytest.mark.parametrize("kind, changes, words", [
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1, but only 2 or more"),
+    ("llama", {"attention_bias": True}, "attention_bias=True with mlp_bias=False, but only two equal values"),
+])  # fmt: skip
+def test_what_docs_interchange_calls_not_expressible(kind, changes, words):
+    known = next(config for config in PUBLISHED.values() if config["model_type"] == kind)
+    with pytest.raises(ValueError, match=words):
+        FAMILIES[kind].flags(known | changes)
+
+
 # ---- files
 
 
@@ -312,6 +323,19 @@ def test_damaged_folders(folder):
             dict(read_hf(folder / "damaged"))
         assert re.fullmatch(r".*(; |, such as ).*", str(error.value)) and len(str(error.value)) < 500
         shutil.rmtree(folder / "damaged")
+
+
+def test_a_model_of_the_hub(folder, monkeypatch):
+    """What is downloaded: its configurations and weights, no pickles and no second copies."""
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors", "tokenizer.json"]
+    others = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.onnx"]
+
+    def download(name, **patterns):
+        assert name == "org/model" and sorted(filter_repo_objects(wanted + others, **patterns)) == wanted
+        return str(folder / "llama")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert read_hf("org/model").flags == read_hf(folder / "llama").flags
 
 
 def test_a_name_of_the_hub_without_a_network(monkeypatch):

@@ -17,7 +17,7 @@ from data import errors
 from engine import optim
 from engine.config import Config
 from engine.parallel import ranks as parallel
-from engine.parallel.owners import Part
+from engine.parallel.owners import Owners, Part, Weight
 from engine.parallel.sharded import ShardedModel, local
 
 FSDP, STEPS = "--parallel=fsdp", 2
@@ -108,6 +108,17 @@ def test_updates_are_those_of_one_process(size, tmp_path):
                 assert not wrong.any(), (name, rank, key)
             seen |= parts.keys()
         assert seen == expected.keys() and flops == 0, name
+
+
+def test_owners_have_equal_work(pretended):
+    """The largest matrices are given first: three large ones to three ranks, and all small ones to the fourth."""
+    dist.init_process_group()
+    shapes = [(64, 16)] * 4 + [(64, 64)] * 3
+    matrices = {i: Weight(shape, ((4, 0),)) for i, shape in enumerate(shapes)}
+    loads = Counter()
+    for i, rank in Owners(matrices, dist.group.WORLD, torch.float32).owner.items():
+        loads[rank] += matrices[i].work
+    assert sorted(loads.values()) == [4 * 64 * 16 * 16, *[64**3] * 3]
 
 
 # ---- Copies of parameters

@@ -31,6 +31,8 @@ def join_with_other_flags():
     assert ranks.size == 2
     for group in ranks.mesh.get_all_groups():
         assert group._get_backend(ranks.device).options._timeout.total_seconds() == 7
+    default.device = f"cuda:{ranks.rank}"
+    parallel.check_same_flags(default)  # each may name a GPU of its own
 
 
 def test_ranks_with_different_flags_are_refused(tmp_path):

@@ -83,6 +83,12 @@ def test_the_order_and_the_arguments_of_runs(tmp_path, monkeypatch, capfd):
     assert given == ["--a=1", "--b=x y", "config/c.py"] and out.startswith("--out_dir=") and log == "--log_interval=10"
 
 
+def test_relative_paths_begin_in_the_user_s_folder(tmp_path):
+    there = checkout(tmp_path / "there")
+    child.measure(there, ["config/c.py"], cwd=tmp_path)
+    assert (tmp_path / "seen").exists() and not (there / "seen").exists()
+
+
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     """A clock that stands still; the fake work of a test moves it."""

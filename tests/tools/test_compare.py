@@ -13,11 +13,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from helpers import ROOT, TINY, gone, holds_files, losses, metrics, refused, until
 from ranks import begin, start
 from test_imports import MODULE, imports
 
 from configurator import parse
+from engine.config import Config
 from tools.compare import table as compare_table
 from tools.compare import trainings as compare
 from tools.compare.__main__ import main
@@ -98,6 +100,8 @@ def test_wrong_options(fake, monkeypatch, capfd):
         (["--run=", "--seeds=21"], ["seeds=21", "must be <=20"]),
         (["--run=", "--sweep=learning_rate=1e-3,1e-3"], ["two or more"]),
         (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),
+        (["--run=--beta1=0.8", "--sweep=beta1=0.7,0.9"], ["--run=--beta1=0.8", "tools.compare sets --beta1"]),
+        (["--run=", "--out=s3://bucket/x"], ["out='s3://bucket/x' (command line): an address"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),
         (["--run=x.py", "--common=--seed=3"], ["--run=x.py --common=--seed=3: tools.compare sets --seed; "]),
         (["--run='"], ["--run='", "quotation"]),
@@ -155,6 +159,7 @@ def test_finished_trainings_are_not_repeated(fake, tmp_path, monkeypatch, capfd)
         (["--eval_iters=7"], ["", "--block=parallel"], "another eval_iters"),
     ):
         assert word in refused(main, fake.line(*flags, runs=runs), capfd)
+    assert "another run 1" in refused(main, fake.line(f"{fake.common} --dropout=0.1"), capfd)
     code.write_text("b")
     assert "another code; choose another --out" in refused(main, fake.line(), capfd)
     assert fake.calls() == []
@@ -199,6 +204,20 @@ def test_ctrl_c_reaches_the_command(monkeypatch, capfd):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_the_flags_of_a_training(fake):
+    """It saves ten times, so that a resume repeats little. Flags of --run win over that, and none over the seed."""
+    (run,) = runs(fake, "--eval_iters=7", texts=["--keep_last=3"], common="--max_iters=200")
+    cfg = parse(Config, run.arguments(2))
+    assert (cfg.save_interval, cfg.log_interval, cfg.eval_interval, cfg.keep_last) == (20, 2, 0, 3)
+    assert (cfg.eval_iters, cfg.seed, cfg.out_dir) == (7, 2, str(run.folder(2)))
+
+
+def test_trainings_at_the_same_time_share_the_threads(fake, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert fake("--jobs=3") == 0 and os.environ["OMP_NUM_THREADS"] == "2"
 
 
 def compared(folder: Path, argv: list[str]):
@@ -272,10 +291,18 @@ def test_the_edge_of_a_sweep_is_told(fake):
     assert "extend --sweep" not in (fake.out / "compare.md").read_text()
 
 
-def test_other_tasks_have_no_difference(fake):
+def test_a_sweep_of_words_has_no_end(fake):
+    assert fake("--sweep=mlp=gelu,relu") == 0
+    table = (fake.out / "compare.md").read_text()
+    assert "Run 1, losses at seed 1: mlp=gelu 0.0100, mlp=relu 0.0100." in table and "extend" not in table
+
+
+def test_other_tasks_have_no_difference(fake, more_data):
     masked = "--objective=masked --corrupt_ratio="
-    assert fake(runs=(f"{masked}0.3", f"{masked}0.3 --n_layer=1", f"{masked}0.5", "")) == 0
-    assert [row[7] == "-" for row in rows(fake)] == [True, False, True, True]
+    others = f"{masked}0.5", f"{masked}0.3 --dataset={more_data}", ""
+    assert fake(runs=(f"{masked}0.3", f"{masked}0.3 --n_layer=1", *others)) == 0
+    assert [row[7] == "-" for row in rows(fake)] == [True, False, True, True, True]
+    assert compare_table.figure([None, None], 4) == "-"  # bits per byte of a masked model
 
 
 def test_the_code_is_all_that_train_py_can_import():
@@ -315,7 +342,10 @@ def test_the_time_of_a_step_is_the_median_after_the_warm_up(fake):
     rows = [{"step": n, "ms_per_step": ms} for n, ms in enumerate((900, 800, 7, 3, 5, 100, 6, 4, 2, 50))]
     rows.append({"step": 3, "kind": "eval", "val_loss": 1.5, "val_bpb": None})
     run.folder(1).mkdir(parents=True)
-    (run.folder(1) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = run.folder(1) / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row | {"step": 2}) + "\n" for row in rows))
+    assert "of its last step" in run.load(1) and not run.results  # an evaluation before it does not finish a training
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run.load(1) == "" and run.first_loss == 1.5
     figures = run.results[1]
     assert figures["seconds"] == pytest.approx(3 * 5.5e-3)
@@ -338,6 +368,16 @@ def test_match_flops(fake):
     assert second.changed == {"max_iters": round(steps), "warmup_iters": 1}
     flops = [run.costs.tokens * run.costs.flops_per_token for run in (first, second)]
     assert abs(flops[1] / flops[0] - 1) < 1 / steps
+
+
+def test_match_parameters_and_flops(fake):
+    """First the width, then the steps of a model of this width."""
+    common = "--n_embd=64 --max_iters=100 --warmup_iters=1"
+    first, second = runs(fake, "--match=parameters,flops", texts=["", "--n_layer=5"], common=common)
+    width = second.changed["n_embd"]
+    assert width < 64 and abs(second.costs.parameters / first.costs.parameters - 1) < 0.05
+    steps = 100 * flops_per_token(2, 64) / flops_per_token(5, width)
+    assert second.changed["max_iters"] == round(steps) != 100
 
 
 @pytest.mark.parametrize("text,unit", [
