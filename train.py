@@ -302,7 +302,7 @@ def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
     if cfg.init_from != "resume":
         return stepper, {**run_state.NEW}
     state = run_state.restore(cfg, stepper)
-    same = state["tokenizer_hash"] == (data.tokenizer and data.tokenizer.hash)
+    same = state["tokenizer_hash"] in (None, data.tokenizer and data.tokenizer.hash)  # None: the data had none
     require(same, f"dataset={cfg.dataset} has another tokenizer than the run in {cfg.out_dir}; use the same data")
     return stepper, state
 

@@ -106,3 +106,11 @@ def test_a_checkpoint_without_a_record_of_its_data(run, tiny_data, more_data, ca
     run(*SHORT, "--max_iters=8", "--init_from=resume", f"--dataset={more_data}")
     assert "the best loss begins anew, as the validation data may have changed" in capsys.readouterr().out
     assert state_of(folder)["data"]["read"] == [64] and torch.isfinite(torch.tensor(state_of(folder)["best_val_loss"]))
+
+
+def test_a_tokenizer_that_the_data_are_given_later(run):
+    """A run on data without one, as the remedy of sample.py says, goes on with theirs."""
+    folder = run(*SHORT, "--max_iters=4")
+    edit_state(folder, tokenizer=None, tokenizer_hash=None)
+    run(*SHORT, "--max_iters=6", "--init_from=resume")
+    assert checkpoint.read_state(checkpoint.find(folder))["tokenizer"]["kind"] == "byte"
