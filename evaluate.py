@@ -127,7 +127,7 @@ def evaluate(
     shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
     memory.check_batch(Rank(shorter, ranks.size, ranks.device))
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
-    sharded = found.load(flags, ranks)
+    sharded = found.load(replace(shorter, block_size=limit), ranks)  # pairs have settled flags of the model
     loss = mean_loss(sharded, part.batches, part.token_bytes)
     figures = {
         "model": str(found.path), "data": part.name, "loss": loss.nats,

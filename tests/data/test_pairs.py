@@ -1,6 +1,7 @@
 """Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -322,6 +323,19 @@ def test_a_model_of_pairs_is_evaluated_on_texts(translators, tiny_data, capsys):
     """All their tokens are targets, as the new data say which are."""
     evaluate.main([f"--out_dir={translators / 'causal'}", f"--dataset={tiny_data}", "--device=cpu", "--json=True"])
     assert json.loads(capsys.readouterr().out)["tokens"] == (len(open_data(tiny_data).split("val")) - 1) // 24 * 24
+
+
+def test_a_model_of_texts_is_evaluated_on_pairs(tmp_path, tiny_data, capsys):
+    """Each pair as if it were alone, with the positions that it would be trained with."""
+    common = [*TINY, "--block_size=24", "--eval_iters=0", "--eval_interval=0", "--max_iters=2", "--init_std=0.3"]
+    train.main([*common, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'text'}"])
+    pairs = [f"--dataset={prepared(tmp_path)}", "--device=cpu"]
+    start = [f"--init_from=checkpoint:{tmp_path / 'text'}", "--eval_only=True", f"--out_dir={tmp_path / 'x'}"]
+    capsys.readouterr()
+    train.main([*pairs, *start])
+    trained = float(re.search(r"val loss ([\d.]+)", capsys.readouterr().out)[1])
+    evaluate.main([f"--out_dir={tmp_path / 'text'}", *pairs, "--json=True"])
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(trained, abs=1e-4)
 
 
 def test_an_answer_has_no_token_of_the_padding(monkeypatch):
