@@ -217,8 +217,8 @@ class Rank:
             dist.destroy_process_group()
 
     def run_blocks(self):
-        """Set the traces of the blocks of the encoder, if there is one, then of the model. Documents are left out, as
-        attention to them takes as much."""
+        """Set the traces of the blocks of the encoder, if there is one, then of the model. Attention to documents takes
+        as much as to a text, so that these are left out; `trace` gives convolutions the places in them."""
         cfg, model = self.cfg, self.model
         self.traces = []
         self.known = {}
@@ -235,6 +235,8 @@ class Rank:
         readers = tuple((m.reader, getattr(m, "window", 0)) for m in block.modules() if isinstance(m, Heads | MLP))
         kind = x.shape, readers, *(p.shape for p in block.parameters())
         if kind not in self.known:
+            if self.cfg.doc_mask:
+                inputs = inputs._replace(place=inputs.idx)  # any numbers: each row before a token is masked in a copy
             wide = {*kept_whole(block)}
             for p in block.parameters():
                 if self.fsdp and p not in wide:  # which FSDP gathers in the dtype

@@ -231,6 +231,7 @@ NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size
     {"window": 32, "window_pattern": "SLL"},
     {"attn_softcap": 20.0, "conv": 4},
     {"doc_mask": True},
+    {"doc_mask": True, "conv": 8},
     {"objective": "seq2seq"},
     {"n_expert": 4},
     {"vocab_size": 20000, "loss_chunk": 64, "logit_softcap": 30.0},
