@@ -395,6 +395,7 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     assert losses(folder) == before
     watches = [Watch(Config(spike_factor=10.0), ALONE.device, norms) for norms in (19 * [1.0], 20 * [1.0], 20 * [0.0])]
     assert [bool(watch.spike(11.0)) for watch in watches] == [False, True, False] and watches[2].norms[-1] == 11.0
+    assert not Watch(Config(), ALONE.device, 20 * [1.0]).norms  # while no norms are kept, these grow old
     assert [bool(watches[1].spike(11.0)) for _ in range(30)] == [True] * 19 + [False] * 11  # it lasts: it is usual now
 
 
