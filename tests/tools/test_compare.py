@@ -413,12 +413,15 @@ def test_match_seconds(fake, monkeypatch, capfd):
 
     def measure(checkout, args, lines, cwd):
         assert cwd == Path.cwd()
+        cfg = parse(Config, args)
+        assert (cfg.eval_interval, cfg.save_interval, cfg.seed) == (0, 0, 1)  # only training is timed
         called.append("2" if "--block=parallel" in args else "1")
         return times[called[-1]].pop(0)
 
     monkeypatch.setattr(compare, "measure", measure)
     fake.out.mkdir()
-    flags = {"texts": ["", "--block=parallel"], "common": "--max_iters=60 --warmup_iters=9"}
+    texts = ["--save_interval=3", "--block=parallel --eval_interval=2"]
+    flags = {"texts": texts, "common": "--max_iters=60 --warmup_iters=9"}
     _, second = runs(fake, "--match=seconds", **flags)
     assert called == ["1", "2", "1", "2"] and second.changed == {"max_iters": 40, "warmup_iters": 6}
     _, again = runs(fake, "--match=seconds", **flags)  # without a new timing

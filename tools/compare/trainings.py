@@ -108,8 +108,10 @@ class Comparison:
                 require(run.costs == first.costs, f"{fact}; give each value its own --run")
 
     def time_steps(self) -> list[float]:
-        """The milliseconds per step of each run: the faster of two timings, as other programs only slow a run down."""
-        lines = [["--eval_interval=0", *run.line(), "--seed=1", "--init_from=scratch"] for run in self.firsts]
+        """The milliseconds per step of each run: the faster of two timings, as other programs only slow a run down.
+        Evaluations and saves, which a run may ask for, are no part of it."""
+        fixed = ["--eval_interval=0", "--save_interval=0", "--seed=1", "--init_from=scratch"]
+        lines = [[*run.line(), *fixed] for run in self.firsts]
         times = [measure(ROOT, line, lines=8, cwd=Path.cwd()) for line in 2 * lines]  # "iter N:", one per 10 steps
         return list(map(min, times[: len(lines)], times[len(lines) :]))
 
