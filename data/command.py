@@ -1,7 +1,6 @@
 """Shared by the commands of data/: flags, how they run, the training command to run next."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import NoReturn
 
 from data import DATA
 from data.errors import command, require, say
+from data.files import user_path
 
 CONFIGS = {  # data set -> the config file that trains on it
     "pycode": "train_pycode",
@@ -40,7 +40,7 @@ def out_folder(out: str) -> Path:
     known = out.strip() not in ("", ".", "..") and "://" not in out
     require(known, f"out={out!r} is no folder; pass a name (of a folder in data/) or a path with a /")
     if "/" in out:
-        return Path(os.path.expanduser(out))
+        return user_path(out)
     return DATA / out
 
 

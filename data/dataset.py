@@ -18,7 +18,6 @@ import difflib
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import require
-from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256
+from data.files import SPLITS, Shard, check, display_path, open_file, problem, read_json, sha256, user_path
 from data.tokenizer import Tokenizer, from_spec
 
 MASK = "_mask"  # ends the name of the split that holds the marks of another's tokens, see pairs.py
@@ -140,7 +139,7 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     """Opens the data set `name`: a folder under `root`, a path, or several of them as `a:0.7,b:0.3` with weights. With
     `vocab_size` 0 the size is meta.json's. Another number is for data without one, or for an embedding that is padded
     beyond the data's vocabulary. With `verify`, `split` checks every checksum."""
-    folder = next(filter(Path.is_dir, (Path(root) / name, Path(os.path.expanduser(name)))), None)
+    folder = next(filter(Path.is_dir, (Path(root) / name, user_path(name))), None)
     if not folder and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder:

@@ -217,6 +217,11 @@ def problem(path: Path, fact: str, remedy: str = "") -> ValueError:
     return ValueError(f"{display_path(path)} {fact}; {remedy}")
 
 
+def user_path(path: str | Path) -> Path:
+    """The path with the home folder in place of ~, which stays where there is none: Path.expanduser would raise."""
+    return Path(os.path.expanduser(path))
+
+
 def display_path(path: Path) -> str:
     """`path` as a user would type it in the current folder."""
     relative = os.path.relpath(path)

@@ -17,13 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data.errors import say, shortened
+from data.files import user_path
 
 
 @contextmanager
 def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None]:
     """Hold the lock of a folder, which is made if it does not exist. ValueError names the process that holds the lock
     after so many `seconds`, and the folder's `flag`. A holder may be just about to write its name, or to end."""
-    folder = Path(os.path.expanduser(folder))
+    folder = user_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:

@@ -18,7 +18,6 @@ stored beside the shards and in a run's out_dir.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -104,7 +103,7 @@ class HFTokenizer(Tokenizer):
     @classmethod
     def from_folder(cls, folder: Path | str) -> "HFTokenizer":
         """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
-        folder = Path(os.path.expanduser(folder))
+        folder = files.user_path(folder)
         path = folder / cls.file
         remedy = "`hf download NAME --local-dir DIR` fetches a model with one"
         require(path.is_file(), f"{folder} lacks {cls.file}; {remedy}")

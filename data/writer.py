@@ -41,7 +41,7 @@ class ShardWriter:
     def __init__(
         self, folder: Path | str, tokenizer: Tokenizer, shard_tokens: int = 100_000_000, settings: dict | None = None
     ):
-        self.folder = Path(os.path.expanduser(folder))
+        self.folder = files.user_path(folder)
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
         self.settings = settings

@@ -2,14 +2,13 @@
 
 import codecs
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from data.errors import one_line, require, say
-from data.files import decoded, read_file
+from data.files import decoded, read_file, user_path
 from data.tokenizer import Tokenizer
 
 LARGEST_PROMPT = 2**24  # bytes of a file with a prompt
@@ -20,8 +19,8 @@ def read_text(flag: str, value: str, most: int) -> str:
     of UTF-8 text with at most `most` bytes."""
     where = f"{flag}={value[:200]}"
     try:
-        content = read_file(Path(value.removeprefix("FILE:")).expanduser(), most)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of expanduser
+        content = read_file(user_path(value.removeprefix("FILE:")), most)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{where}: {one_line(error)}; give the path of a text file") from None
     return decoded(where, content)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from configurator import read_file
 from data.errors import require
-from data.files import new_file
+from data.files import new_file, user_path
 from engine.metrics import read_metrics
 from flags import Flags
 
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: str) -> Run:
-    metrics = Path(folder).expanduser() / "metrics.jsonl"
+    metrics = user_path(folder) / "metrics.jsonl"
     config = metrics.with_name("config.py")
     require(metrics.is_file(), f"{folder} has no metrics.jsonl; give the out_dir of a run of train.py")
     settings = read_file(str(config)) if config.is_file() else []

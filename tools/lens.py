@@ -20,6 +20,7 @@ from torch import Tensor
 import model as M
 from configurator import parse
 from data.errors import command, require, user_errors
+from data.files import user_path
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
 from engine.config import Config
@@ -210,7 +211,7 @@ def main(argv: list[str] | None = None):
     print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
     print_units(units, n)
     if cfg.out:
-        save(picture(units, title), Path(cfg.out).expanduser())
+        save(picture(units, title), user_path(cfg.out))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ The legend names the flags in which the runs differ. Runs that differ only in th
 band from the smallest to the largest value. The colours can be read on white and on black.
 """
 
-from pathlib import Path
 from statistics import fmean
 
 from configurator import parse_positional
 from data.errors import command, require, user_errors
-from data.files import read_json
+from data.files import read_json, user_path
 from tools.compare.table import mean_and_half
 from tools.curves import COLOURS, GREY, MATPLOTLIB, PlotConfig, draw, read_run, require_matplotlib, save
 
@@ -25,7 +24,7 @@ def draw_intervals(folder: str):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    runs = read_json(Path(folder).expanduser() / "compare.json")["runs"]
+    runs = read_json(user_path(folder) / "compare.json")["runs"]
     first = runs[0]["seeds"]
     paired = [run for run in runs if run["seeds"].keys() & first.keys()]
     require(len(paired) > 1, f"{folder} has no two runs with results of one seed yet; continue its tools.compare")
@@ -53,8 +52,8 @@ def main(argv: list[str] | None = None):
         folders, cfg = parse_positional(PlotConfig, argv, __doc__)
         require(folders, "expected the folders of one or more runs, not nothing; --help says more")
         require_matplotlib()
-        out = Path(cfg.out or f"{folders[0]}/plot.png").expanduser()
-        if (Path(folders[0]).expanduser() / "compare.json").is_file():
+        out = user_path(cfg.out or f"{folders[0]}/plot.png")
+        if (user_path(folders[0]) / "compare.json").is_file():
             require(len(folders) == 1, f"{folders[0]} is a comparison of tools.compare; draw it alone")
             figure = draw_intervals(folders[0])
         else:

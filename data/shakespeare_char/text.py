@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 from data.command import Parser, out_folder
 from data.errors import reason, require
-from data.files import decoded, read_file, write_file
+from data.files import decoded, read_file, user_path, write_file
 from data.tokenizer import Tokenizer
 from data.writer import ShardWriter
 
@@ -44,7 +44,7 @@ def prepare(doc: str, here: str, tokenizer_of: Callable[[str], Tokenizer]) -> Sh
     if args.input is None:
         content = shakespeare()
     else:
-        content = read_file(Path(args.input).expanduser(), LARGEST)
+        content = read_file(user_path(args.input), LARGEST)
     name = args.input or "input.txt"
     text = decoded(name, content)
     tokenizer = tokenizer_of(text)

@@ -8,7 +8,6 @@ deleted has a name with `.tmp-`, which the next save removes; `step_*.old` is a 
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import reason, require, say
-from data.files import fsync, read_file, write_file
+from data.files import fsync, read_file, user_path, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_name, step_of, steps_in
 from engine.parallel.ranks import is_first_rank, of_all_ranks, of_first_rank, together
@@ -63,7 +62,7 @@ def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], stat
 def find(where: str | Path) -> Path:
     """The step directory that `where` means: itself; the one that a file RUN/latest or RUN/best names; of a run's
     folder, that of `latest`, or the newest if the user has deleted it. Raises FileNotFoundError."""
-    where = Path(os.path.expanduser(where))
+    where = user_path(where)
     if (where / "state.json").is_file():
         return where
     pointer = where / "latest" if where.is_dir() else where

@@ -36,7 +36,7 @@ class ExportConfig:
 
 def export(run: str, where: str, options: ExportConfig) -> str | Path:
     """Write trained weights and their tokenizer as a Hugging Face model; returns the path of the weights."""
-    folder = Path(os.path.expanduser(where)).absolute()
+    folder = files.user_path(where).absolute()
     require(not os.path.lexists(folder), f"{where} is there already; delete it, or name another folder")
     require(folder.parent.is_dir(), f"{where}: there is no folder {folder.parent}; make it, or name another one")
     with files.writing(folder), tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as private:

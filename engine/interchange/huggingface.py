@@ -7,7 +7,6 @@ write_hf(folder, cfg, parameters.get, ...)      # a folder for AutoModelForCausa
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -166,7 +165,7 @@ def read_hf(where: str | Path) -> Pretrained:
 def locate(where: str) -> Path:
     """The folder, or the downloaded copy of the model of this name on the hub."""
     require(where, "hf: names no model; give hf:DIR, or hf:NAME for a model on the hub")
-    folder = Path(os.path.expanduser(where))
+    folder = files.user_path(where)
     if folder.is_dir():
         return folder
     try:

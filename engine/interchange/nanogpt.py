@@ -1,6 +1,5 @@
 """Reads checkpoints of nanoGPT without running code that they may hold."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from configurator import convert, try_flags
 from data.errors import require
+from data.files import user_path
 from engine.interchange.families import FAMILIES, TRANSPOSE
 from engine.interchange.huggingface import Pretrained
 from model import ModelConfig
@@ -22,7 +22,7 @@ NANOGPT = replace(FAMILIES["gpt2"], rows={ours: tuple(x for x in row if x is not
 def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     """(model_args, tensors, config) of nanoGPT's ckpt.pt. Raises FileNotFoundError, or ValueError if the file holds
     anything else, or more than tensors and plain values."""
-    file = Path(os.path.expanduser(file))
+    file = user_path(file)
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; {REMEDY}")
     try:

@@ -344,7 +344,7 @@ REFUSED = [  # run, flags, and what the line must name
 ]
 FILES = {  # --start=FILE:... -> a part of the error line
     "fifo": "Not a regular file", "folder": "Not a regular file", "/dev/zero": "Not a regular file",
-    "nowhere": "No such file", "a" * 5000: "too long", "~nobody_of_that_name/x": "home directory",
+    "nowhere": "No such file", "a" * 5000: "too long", "~nobody_of_that_name/x": "No such file",
     "/proc/self/mem": "Input/output error", "huge.txt": "more than 16,777,216", "latin1.txt": "UTF-8",
 }  # fmt: skip
 REFUSED += [("causal", [f"--start=FILE:{name}"], [f"start=FILE:{name}"[:200], part]) for name, part in FILES.items()]

@@ -167,6 +167,7 @@ def test_refusals(make, tmp_path, capsys):
         ([], "expected the folders"),
         ([a, "s3://bucket/run"], "s3://bucket/run: an address; give the path"),
         ([tmp_path / "NONE"], "has no metrics.jsonl; give the out_dir"),
+        (["~nobody_of_that_name/x"], "has no metrics.jsonl; give the out_dir"),
         ([a, "--y=nope"], "metrics.jsonl has no number 'nope'; name one"),
         ([a, "--smooth=6"], "smooth=6 is more than the 5 logged steps"),
         ([a, "--out=plot.txt"], "out=plot.txt: pictures have no kind 'txt'; end it in .png, .svg or .pdf"),

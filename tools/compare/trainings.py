@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from data.errors import require
-from data.files import read_json, write_file
+from data.files import read_json, user_path, write_file
 from engine.device import device_name, resolve_device
 from flags import Flags
 from tools.child import ROOT, Child, measure
@@ -44,7 +44,7 @@ class CompareConfig(Flags):
         """Set `folder`, `swept`, the flag of the sweep or "", and `settings`, such as learning_rate=1e-3 or ""."""
         super().__post_init__()
         require(self.out.strip(), f"out={self.out!r} must be a folder, such as out/compare")
-        self.folder = Path(self.out).expanduser()
+        self.folder = user_path(self.out)
         self.swept, _, values = self.sweep.partition("=")
         self.settings = [""]
         if self.sweep:
