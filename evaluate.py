@@ -28,7 +28,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from configurator import parse
 from data.dataset import TokenStream
 from data.errors import command, require, user_errors
-from data.files import new_file
+from data.files import new_file, user_path
 from data.loader import eval_batches
 from data.objective import open_with_objective
 from engine.answers import answer
@@ -124,7 +123,8 @@ def evaluate(
     limit = flags.block_size
     if cfg.block_size > limit:
         refuse(cfg, "block_size", f"is more than the model's {limit}; lower it, or leave it out")
-    shorter = replace(flags, block_size=cfg.block_size or limit, batch_size=cfg.batch_size)
+    shorter = replace(flags, block_size=cfg.block_size or limit)
+    shorter.sources = cfg.sources  # for errors about block_size and batch_size
     memory.check_batch(Rank(shorter, ranks.size, ranks.device))
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     sharded = found.load(replace(shorter, block_size=limit), ranks)  # pairs have settled flags of the model
@@ -160,8 +160,7 @@ def main(argv: list[str] | None = None):
         dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, local_rank)))[6:]
         machine = {
             "device": cfg.device, "dtype": dtype, "compile": False, "parallel": cfg.parallel, "eval_only": True,
-            "batch_size": cfg.batch_size, "gradient_accumulation_steps": size,
-            "init_from": f"checkpoint:{cfg.out_dir}",
+            "batch_size": cfg.batch_size, "init_from": f"checkpoint:{cfg.out_dir}",
         }  # fmt: skip
         ranks = join(Config(**machine))
         if cfg.dataset:
@@ -169,7 +168,7 @@ def main(argv: list[str] | None = None):
         require(size == 1 or not cfg.answers, "answers are written by one process; start it without torchrun")
         answers = nullcontext()
         if cfg.answers:
-            answers = new_file(Path(cfg.answers).expanduser())  # a place that cannot be written is refused now
+            answers = new_file(user_path(cfg.answers))  # a place that cannot be written is refused now
         with answers as file:
             figures = weights.read(cfg.out_dir, lambda found: evaluate(cfg, ranks, machine, text, found, file))
     if ranks.rank == 0:

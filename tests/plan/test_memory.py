@@ -100,7 +100,7 @@ def test_trained_models_that_do_not_fit_are_refused(trained, capsys, monkeypatch
     flags = [f"--out_dir={trained}", "--device=cpu"]
     line = refused(sample.main, [*flags, "--num_samples=2e9"], capsys, ["make it smaller"])
     assert line.startswith("error: num_samples=2000000000 (command line): needs at least "), line
-    refused(evaluate.main, [*flags, "--batch_size=2e9"], capsys, ["error: batch_size=2000000000: needs at least "])
+    refused(evaluate.main, [*flags, "--batch_size=2e9"], capsys, ["error: batch_size=2000000000 (command line): needs"])
     monkeypatch.setattr(os, "sysconf", lambda name: 2**7)
     fragments = [f"error: out_dir={trained}/step_00000002: needs at least ", "; use a machine with more memory"]
     for program, more in ((sample, []), (evaluate, ["--batch_size=1"]), (lens, ["--start=a"])):
