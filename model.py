@@ -432,8 +432,8 @@ class Gain(nn.Module):
 
     def __init__(self, initial: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.full((1,), float(initial)))
-        self.initial = {"weight": float(initial)}
+        self.weight = nn.Parameter(torch.empty(1))
+        self.initial = {"weight": initial}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
@@ -833,7 +833,7 @@ class LoadBalance(nn.Module):
 
     def __init__(self, n: int):
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(n))
+        self.bias = nn.Parameter(torch.empty(n))
         self.initial = {"bias": 0.0}
 
     def forward(self, weights: Tensor, load: Tensor) -> Tensor:

@@ -76,7 +76,9 @@ class Watch:
 
     def __init__(self, cfg, device: torch.device, norms: list[float]):
         self.cfg = cfg
-        self.norms = norms if cfg.spike_factor else []  # the last ones, which a checkpoint keeps; none of long ago
+        self.norms: list[float] = []  # the last ones, which a checkpoint keeps
+        if cfg.spike_factor:  # otherwise, those of the checkpoint would grow old
+            self.norms = norms
         self.bad_step = torch.full((), NEVER, device=device)  # on the device, so that the host need not wait for it
 
     def look(self, step: int, finite: Tensor, grad_norm: Tensor) -> str:

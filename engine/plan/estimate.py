@@ -217,8 +217,8 @@ class Rank:
             dist.destroy_process_group()
 
     def run_blocks(self):
-        """Set the traces of the blocks of the encoder, if there is one, then of the model. Attention to documents takes
-        as much as to a text, so that these are left out; `trace` gives convolutions the places in them."""
+        """Set the traces of the blocks of the encoder, if there is one, then of the model. Documents are left out, as
+        attention to them takes as much, but for the rows that a convolution masks, see `trace`."""
         cfg, model = self.cfg, self.model
         self.traces = []
         self.known = {}
@@ -236,7 +236,7 @@ class Rank:
         kind = x.shape, readers, *(p.shape for p in block.parameters())
         if kind not in self.known:
             if self.cfg.doc_mask:
-                inputs = inputs._replace(place=inputs.idx)  # any numbers: each row before a token is masked in a copy
+                inputs = inputs._replace(place=inputs.idx)  # any numbers; a convolution keeps masked copies of its rows
             wide = {*kept_whole(block)}
             for p in block.parameters():
                 if self.fsdp and p not in wide:  # which FSDP gathers in the dtype
