@@ -10,6 +10,7 @@ import torch
 from helpers import ROOT
 
 from configurator import parse
+from data.command import CONFIGS
 from engine.config import Config
 from engine.help import dump
 from flags import unused
@@ -95,6 +96,10 @@ def test_parameters(name):
 def test_every_file_is_counted_and_has_its_own_out_dir():
     assert FILES.keys() == PARAMETERS.keys()
     assert len({read(name).out_dir for name in PARAMETERS}) == len(PARAMETERS)
+
+
+def test_the_file_that_a_preparation_names_next_reads_its_data():
+    assert {read(name).dataset: name for name in CONFIGS.values()} == CONFIGS
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -394,7 +394,7 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     assert f"continues after {number} documents" in capsys.readouterr().err
 
 
-def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, small):
+def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, small, monkeypatch):
     changes_until_killed(lambda: prepare(args(tmp_path / "out"), web), 40)
     message = error(prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
     assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
@@ -403,6 +403,9 @@ def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, smal
     Path(web[0]).write_bytes(content + b'{"text": "more"}\n')
     assert "another input;" in error(prepare, args(tmp_path / "out"), web)
     Path(web[0]).write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "hash", "another")  # as that of an hf:DIR which has changed
+        assert "another tokenizer;" in error(prepare, args(tmp_path / "out"), web)
     shard, progress = (tmp_path / "out" / PREPARING / name for name in ("train_000000.bin", "progress.json"))
     whole = progress.read_bytes()
     for content in (b"", b"[]", b"\xff", b"[" * 100_000, b'{"settings": {}, "splits": {}}'):

@@ -249,6 +249,8 @@ def test_shards(folder, monkeypatch):
     read_hf(folder / "shards")["blocks.1.sums.0.attn.qkv.weight"]
     assert used == [f"model.layers.1.self_attn.{each}_proj.weight" for each in "qkv"]
     assert all(torch.equal(one[name], many[name]) for name in one)
+    shutil.copy(folder / "llama" / SAFE, folder / "llama" / "consolidated.safetensors")  # as beside Mistral's
+    assert read_hf(folder / "llama").keys() == one.keys()
     files = sorted((folder / "shards").glob("model-*.safetensors"))
     assert len(files) > 3
     mapped = Path("/proc/self/maps").read_text()

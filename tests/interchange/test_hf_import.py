@@ -30,6 +30,7 @@ EDITS = {  # keys to change at once, the beginnings of the names of models, whet
     "yarn, no original context": (dict(rope_parameters=SCALED), ROPE, True),
     "llama3, no original context": (dict(rope_parameters=LLAMA3), ROPE, True),
     "no layer_types": (WINDOW | dict(layer_types=ABSENT), ("qwen2", "qwen3"), True),
+    "a window that is off": (WINDOW | dict(layer_types=ABSENT, use_sliding_window=False), ("qwen2", "qwen3"), True),
     "a pattern": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma3",), True),
     "a pattern of Gemma 2": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma2",), True),
     "flat RoPE": (dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=30.0)), ("gemma3",), False),

@@ -103,6 +103,7 @@ def test_wrong_options(fake, monkeypatch, capfd):
         (["--run=--beta1=0.8", "--sweep=beta1=0.7,0.9"], ["--run=--beta1=0.8", "tools.compare sets --beta1"]),
         (["--run=", "--out=s3://bucket/x"], ["out='s3://bucket/x' (command line): an address"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),
+        (["--run=--eval_only=True"], ["--run=--eval_only=True", "tools.compare sets --eval_only"]),
         (["--run=x.py", "--common=--seed=3"], ["--run=x.py --common=--seed=3: tools.compare sets --seed; "]),
         (["--run='"], ["--run='", "quotation"]),
         (["--run=--batch_ramp=8:9"], ["batch_ramp=8:9", "leave it out"]),
@@ -279,6 +280,14 @@ def test_a_sweep(jobs, fake):
     assert [run["arguments"][-1] for run in fake.table()["runs"]] == 2 * ["--learning_rate=1e-2"]  # for the picture
     losses = "learning_rate=1e-3 1.0100, learning_rate=1e-2 0.0100, learning_rate=1e-1 1.0100, learning_rate=2 inf"
     assert f"Run 1, losses at seed 1: {losses}." in table and "extend --sweep" not in table
+
+
+def test_every_setting_of_a_sweep_is_matched(fake):
+    options = [f"{fake.common} --max_iters=100", f"--out={fake.out}", "--sweep=learning_rate=1e-3,1e-2"]
+    comparison = compare.Comparison(parse(compare.CompareConfig, options), ["", "--batch_size=8"])
+    comparison.match()
+    assert [[run.cfg.max_iters for run in each] for each in comparison.candidates] == [[100, 100], [50, 50]]
+    assert "* Run 2, --match=tokens: --max_iters=50 --warmup_iters=1.\n" in comparison.write()
 
 
 def test_the_edge_of_a_sweep_is_told(fake):

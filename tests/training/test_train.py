@@ -50,6 +50,8 @@ from data.writer import ShardWriter
 from engine import compilation, device, evaluation, optim
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
+from engine.checkpoint.run import NEW
+from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
 from engine.evaluation import Evaluation
 from engine.parallel import ranks as parallel
@@ -342,6 +344,12 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
     for compiled in (False, True):
         run("--init_from=resume", "--max_iters=2", f"--compile={compiled}")
         assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_has_finite_losses_on_both_splits():
+    keeper = Checkpoints(None, None, None, 0, NEW)
+    assert [keeper.is_best(step, *losses) for step, losses in enumerate([(math.nan, 2.0), (2.0, 3.0)])] == [False, True]
+    assert (keeper.best_loss, keeper.best_step) == (3.0, 1)
 
 
 @pytest.mark.parametrize("bad, saved", [(5, 4), (5, 5), (4, 4)])
