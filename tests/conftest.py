@@ -149,9 +149,9 @@ def run(tiny_data, tmp_path, in_this_process):
 def many(tiny_data, tmp_path):
     """many(2, ("a", flags), ("b", flags)) trains each on the same two ranks; returns the folder of folders a and b."""
 
-    def call(processes: int, *runs: tuple[str, list[str]], saved: bool = True) -> Path:
+    def call(processes: int, *runs: tuple[str, list[str]], saved: bool = True, fresh: bool = False) -> Path:
         flags = [[*TINY, f"--dataset={tiny_data}", *each, f"--out_dir={tmp_path / name}"] for name, each in runs]
-        ranks.launch(processes, ranks.train_runs, tmp_path, flags, saved)
+        ranks.launch(processes, ranks.train_runs, tmp_path, flags, saved, fresh=fresh)
         return tmp_path
 
     return call

@@ -54,10 +54,12 @@ def is_free(port: int) -> bool:
     return True
 
 
-def launch(size: int, work: Callable, folder: Path, *args) -> str:
+def launch(size: int, work: Callable, folder: Path, *args, fresh: bool = False) -> str:
     """work(*args) in `size` new processes, which print into files in the folder. Returns what the first one printed.
-    Fails if one of them fails."""
-    codes, logs = exit_codes(size, work, folder, *args), [folder / f"rank {rank}" for rank in range(size)]
+    Fails if one of them fails. Processes that are `fresh` are Pythons of their own, as torchrun starts them, which
+    order sets of texts differently. They take 3.5 s of a CPU each."""
+    codes = exit_codes(size, work, folder, *args, fresh=fresh)
+    logs = [folder / f"rank {rank}" for rank in range(size)]
     said = "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
     assert codes == [0] * size, f"exit codes {codes}\n{said}"
     return logs[0].read_text()
@@ -103,10 +105,21 @@ def start(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Proce
     return processes
 
 
-def exit_codes(size: int, work: Callable, folder: Path, *args) -> list[int | None]:
+def start_fresh(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Process]:
+    """As start, but each process is a new Python with another order of sets."""
+    processes = [multiprocessing.get_context("spawn").Process(target=target, args=args) for args in all_args]
+    with pytest.MonkeyPatch.context() as patch:
+        for seed, each in enumerate(processes):
+            patch.setenv("PYTHONHASHSEED", str(seed))
+            each.start()
+    return processes
+
+
+def exit_codes(size: int, work: Callable, folder: Path, *args, fresh: bool = False) -> list[int | None]:
     """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
     port = next(filter(is_free, PORTS))
-    ranks = start(_rank, [(rank, size, port, folder, work, args) for rank in range(size)])
+    begin = start_fresh if fresh else start
+    ranks = begin(_rank, [(rank, size, port, folder, work, args) for rank in range(size)])
     end = time.monotonic() + 600
     while any(each.exitcode is None for each in ranks) and time.monotonic() < end:
         connection.wait([each.sentinel for each in ranks if each.exitcode is None], timeout=1)

@@ -40,18 +40,19 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Proces
     return collectives.wait_tensor(out)
 
 
-def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool = False) -> set[str]:
-    """Keep this rank's experts, and insert the exchange of tokens; returns the names of the parameters that are cut,
-    along their first dimension. Call it before FSDP, DDP and torch.compile, on a whole model that has the same weights
-    on all ranks, or on one that tensor parallelism has cut."""
-    cut = set()
+def apply_expert_parallel(model: nn.Module, group: ProcessGroup, compiled: bool = False) -> list[str]:
+    """Keep this rank's experts, and insert the exchange of tokens. Returns the names of the parameters that are cut
+    along their first dimension, in the order of the model: ranks exchange gradients in this order. Call it before FSDP,
+    DDP and torch.compile, on a whole model that has the same weights on all ranks, or on one that tensor parallelism
+    has cut."""
+    cut = []
     for path, module in model.named_modules():
         if isinstance(module, Experts):
             module.read = partial(exchanged, module.read, group)
             if compiled:
                 module.read = torch.compiler.disable(module.read, reason="rows differ in number")
         if isinstance(module, ExpertLinear):
-            cut |= {f"{path}.{name}" for name, _ in module.named_parameters()}
+            cut += [f"{path}.{name}" for name, _ in module.named_parameters()]
     for name in cut:
         keep_slice(model, name, 0, dist.get_rank(group), dist.get_world_size(group))
     return cut

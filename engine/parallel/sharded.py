@@ -12,7 +12,7 @@ compilation (before it with ep), FSDP2 or DDP. docs/hacking.md has a table of wh
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class ShardedModel:
             self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.has_loss = True  # False in all stages of a pipeline but the last
-        self.cut_by_ep: Collection[str] = ()  # names of parameters
+        self.cut_by_ep: Sequence[str] = ()  # names of parameters, in the order of the model
         self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
         self.cut(cfg)
         self.wrap(cfg)

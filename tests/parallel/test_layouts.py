@@ -128,6 +128,7 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
         "fsdp+cp": (SIMPLIFIED, [*FSDP, "--cp=2", *TWO]),
         "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
         "hsdp+ep": ([*EXPERTS, *MUON], [*FSDP, "--dp_replicate=2", "--ep=2"]),
+        "ep, two copies": ([*EXPERTS, *MUON], LAYOUTS["ep"]),
         "ep+tp": ([*EXPERTS, *MUON], ["--ep=2", "--tp=2", *TWO]),
         "ep+cp": (EXPERTS, ["--ep=2", "--cp=2", *TWO]),
         "ep+pp": ([*EXPERTS, *MUON], ["--ep=2", "--pp=2"]),
@@ -141,6 +142,7 @@ LAUNCHES = {  # name -> processes, {name of a run: what is particular about it: 
         "four stages": ([*GATED, "--tie_weights=False", "--n_layer=5", "--doc_mask=True"], ["--pp=4"]),
     }),
 }  # fmt: skip
+FRESH = {"meshes"}  # whose processes are Pythons of their own, so that an order of sets on which ranks rely shows
 NARROW = {"fsdp": ["20 steps"]}  # what is computed in float32 too, where no rounding changes a choice
 ALONE = {}
 
@@ -164,7 +166,7 @@ def test_losses_do_not_depend_on_the_layout(launched, alone, many):
     in_float32 = NARROW.get(launched, [])
     flags = in_both({name: [*SIZES, *of_model, *how] for name, (of_model, how) in runs.items()})
     chosen = [(name, each) for name, each in flags if name in in_float32 or IN_FLOAT64 in each]
-    folder = many(processes, *chosen, saved=False)
+    folder = many(processes, *chosen, saved=False, fresh=launched in FRESH)
     one = {
         name: partial(alone, *of_model, *(flag for flag in how if flag in TWO))
         for name, (of_model, how) in runs.items()
