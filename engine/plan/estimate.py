@@ -1,8 +1,8 @@
 """Estimates what one rank of a run keeps and sends, for --plan and for the refusal of a run that cannot fit.
 
 What blocks take and send is measured on fake tensors. The rest are formulas, which round up: FSDP is taken to gather
-what is in no block in float32, and a rank of a pipeline to have both ends of the model and the last layers, as many as
-the first rank has. What ranks exchange in the loss is not counted.
+what is in no block in float32, and a rank of a pipeline to have both ends of the model, the layers of the stage with
+most parameters, and the activations of the stage that keeps most. What ranks exchange in the loss is not counted.
 """
 
 import copy
@@ -103,7 +103,8 @@ class Rank:
         self.lengths = objective_of(cfg, cfg.vocab_size, eot=0).lengths
         width = 4 if cfg.fp32_residual else self.width
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
-        self.n_layer = len(stages.layers(cfg.n_layer, 0, cfg.pp))
+        self.stages = [stages.layers(cfg.n_layer, stage, cfg.pp) for stage in range(cfg.pp)]
+        self.n_layer = len(self.stages[0])  # no stage has more
         self.model = skeleton(cfg)
         self.count_weights()
 
@@ -116,9 +117,11 @@ class Rank:
         trained_by = dict.fromkeys(load_biases(self.model), Balance)
         if optimizer.muon:
             trained_by |= dict.fromkeys(hidden_matrices(self.model), Muon)
-        elsewhere = tuple(f"blocks.{layer}." for layer in range(self.cfg.n_layer - self.n_layer))
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self.model.blocks]
+        largest = max(self.stages, key=lambda layers: sum(sizes[layer] for layer in layers))
+        here = tuple(f"blocks.{layer}." for layer in largest)
         for name, p in self.model.named_parameters():
-            if not name.startswith(elsewhere):
+            if name.startswith(here) or not name.startswith("blocks."):
                 self.count_weight(name, p, trained_by.get(p, optimizer.rest))
         self.parameters = 4 * self.held.total()
         state = sum(state_bytes(kind, held) for kind, held in self.held.items())
@@ -140,10 +143,13 @@ class Rank:
             group = "experts"
             rows //= self.cfg.ep
         n = rows * (p.numel() // len(p))
-        if self.cfg.tp > 1 and tensor.sharded_dim(self.model, name) is not None:
-            n //= self.cfg.tp
-        else:
+        cut = tensor.sharded_dim(self.model, name) if self.cfg.tp > 1 else None
+        if cut is None:
             self.send("tp", 8 * n)
+        else:
+            n //= self.cfg.tp
+        if cut == 0:
+            rows //= self.cfg.tp
         if self.fsdp:  # which cuts between rows
             shards, _ = self.groups[group]
         held = -(-rows // shards) * n // rows
@@ -178,7 +184,9 @@ class Rank:
         cfg = self.cfg
         with self.as_in_training(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             self.run_blocks()
-        traces = self.traces[: -cfg.n_layer] + self.traces[-self.n_layer :]  # those of the encoder are first
+        encoder, decoder = self.traces[: -cfg.n_layer], self.traces[-cfg.n_layer :]
+        of_stages = [[decoder[layer] for layer in layers] for layers in self.stages]
+        traces = encoder + max(of_stages, key=lambda traces: sum(trace.kept for trace in traces))
         for trace in traces:
             for kind, n in trace.sent.items():
                 self.send(kind, n * self.micro_steps)

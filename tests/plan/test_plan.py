@@ -46,6 +46,7 @@ LAYOUTS = [
     {"world_size": 4, "parallel": "fsdp", "fsdp_reshard": False, "tie_weights": False, "ema_decay": 0.9, **TWICE},
     {"world_size": 4, "parallel": "fsdp", "dp_replicate": 2, "dtype": "bfloat16", **TWICE},
     {"world_size": 6, "parallel": "fsdp", "n_embd": 60},
+    {"world_size": 8, "parallel": "fsdp", "tp": 2, "value_embedding": True},  # two rows for four shards
     {"world_size": 2, "tp": 2, "objective": "seq2seq", "block_size": 80},
     {"world_size": 2, "tp": 2, "activation_checkpoint": "selective"},
     {"world_size": 4, "cp": 2, "parallel": "fsdp", "pos": "rope", "conv": 4, "value_embedding": True},
@@ -298,14 +299,26 @@ def test_a_pipeline_holds_micro_batches(ranks):
     assert p.memory["streams received"] == 2 * 16 * 2 * 32 * 64 * 4
 
 
-def test_a_pipeline_s_largest_rank_is_planned():
-    """Its first layer has no experts: the other rank holds more."""
-    cfg = config(n_expert=8, n_dense_layer=1, pp=2, world_size=2)
+@pytest.mark.parametrize("flags", [
+    {"n_expert": 8, "n_dense_layer": 1},  # the last stage holds most
+    {"value_embedding": True, "n_layer": 6, "attention": "gqa", "n_kv_head": 2},  # the first one, by its tables
+], ids=str)  # fmt: skip
+def test_a_pipeline_s_largest_rank_is_planned(flags):
+    cfg = config(pp=2, world_size=2, **flags)
     states = []
     for number in range(2):
         with as_rank(cfg, number) as ranks:
             states.append(nbytes(ShardedModel(cfg, ranks).model.parameters()))
     assert max(states) <= plan.Plan(cfg).memory["parameters"] < 1.1 * max(states)
+
+
+def test_the_stage_that_keeps_most_is_planned():
+    """Whether its layers are first or last: maps of scores keep more than a softmax."""
+    kept = [
+        plan.Plan(config(block="superblock", layer=layer, pp=2, world_size=2)).memory["activations"]
+        for layer in ("c,p;c,p;c.gelu,p;c.gelu,p", "c.gelu,p;c.gelu,p;c,p;c,p")
+    ]
+    assert kept[0] == kept[1]
 
 
 # ---- Time
