@@ -27,7 +27,8 @@ test: .venv/ready-test
 quick: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --brief --numprocesses 2 --dist worksteal -k "not golden or causal" \
 		tests/model/test_model.py::test_grid tests/model/test_ignored.py tests/model/test_blocks.py \
-		tests/model/test_references.py tests/training/test_golden.py
+		tests/model/test_references.py tests/training/test_golden.py \
+		tests/parallel/test_gradients.py::test_a_new_flag_has_its_gradients_on_every_layout_or_is_refused_by_name
 
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.compare --out=out/baselines --seeds=3 --jobs=2 --sweep=muon_lr=0.01,0.02 \

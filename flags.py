@@ -5,6 +5,7 @@ continues it. The rules of a flag all hold, or it is refused:
 
     [pos=rope]      the flag has an effect only then: beside other flags it must keep its default
     [>0] [<1]       what the number itself must be. Without such a rule, it is at least 0. [any] allows all numbers
+    [data]          no rule: the flag changes what is learnt from the data, so a model is evaluated with its value
 
 A rule has terms, joined by `and` and `or`: name=value|value and name!=value, where a value may hold a * as file names
 do, name>number, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that
@@ -35,6 +36,7 @@ class Flag(NamedTuple):
     doc: str  # with its rules
     rules: list[str]  # when it has an effect
     limits: list[str]  # what its number must be
+    of_data: bool  # whether it changes what is learnt from the data
 
 
 class Flags:
@@ -169,14 +171,19 @@ def read_source(owner: type) -> dict[str, Flag]:
 def flag_of(section: str, doc: str) -> Flag:
     brackets = re.findall(r"\[(.*?)\]", doc)
     limits = [rule for rule in brackets if rule[0] in "<>"]
-    rules = [rule for rule in brackets if rule not in [*limits, "any"]]
+    rules = [rule for rule in brackets if rule not in [*limits, "any", "data"]]
     if "any" in brackets:
         limits.append(f">-{LIMIT}")
     elif not any(limit.startswith(">") for limit in limits):
         limits.append(">=0")
     if not any(limit.startswith("<") for limit in limits):
         limits.append(f"<{LIMIT}")
-    return Flag(section, doc, rules, limits)
+    return Flag(section, doc.replace("[data] ", ""), rules, limits, "data" in brackets)
+
+
+def flags_of_data(cls: type) -> list[str]:
+    """The flags that say in their comments that they change what is learnt from the data."""
+    return [name for name, flag in documented(cls).items() if flag.of_data]
 
 
 # ---- Layers

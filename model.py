@@ -18,7 +18,7 @@ Names used everywhere
 
 import math
 import re
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -470,8 +470,8 @@ class Inputs(NamedTuple):
     shared: "Shared | None" = None  # made anew for each forward
 
 
-class Shared(dict):
-    """What a layer hands to later layers, by name. Of a plain dict, FSDP would give each block a copy."""
+class Shared(UserDict):
+    """Tensors that a layer hands to later layers, by name. FSDP gives each block a copy of what is a dict."""
 
 
 Kind = namedtuple("Kind", "phi arity", defaults=[1])  # phi maps `arity` tensors (..., F) to one: of gated kinds, two
@@ -1197,12 +1197,14 @@ class Model(Stack):
         return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        cfg = self.cfg
-        x = x.flatten(0, 1)  # (N, C)
+        """x (B, T, C), targets (B, T) -> the mean in nats over targets >= 0."""
         targets = targets.flatten()
-        weight = self.head_weight()
-        total = ops.cross_entropy(x, weight, targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss)
-        return self.mean(total, targets)
+        return self.mean(self.cross_entropy(x.flatten(0, 1), targets), targets)
+
+    def cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x (N, C), targets (N,) -> the sum in nats over targets >= 0, without all logits at once."""
+        cfg = self.cfg
+        return ops.cross_entropy(x, self.head_weight(), targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss)
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:
         """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""

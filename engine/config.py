@@ -21,14 +21,14 @@ class Config(ModelConfig):
     batch_size: int = 12  # [>0] sequences per micro-batch
     gradient_accumulation_steps: int = 40  # [>0] [<1048576] micro-batches of one step, over all ranks
     batch_ramp: str = ""  # micro-batches of the first steps: 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
-    pairs: bool | Literal["auto"] = "auto"  # learn the targets of pairs alone (docs/data.md); auto = if data have any
-    corrupt_ratio: float = 0.15  # [>0] [<1] [objective!=causal] share of the tokens that are to be restored
-    span_length: float = 3.0  # [>=1] [objective=seq2seq] mean length of the spans that seq2seq restores
+    pairs: bool | Literal["auto"] = "auto"  # [data] learn the targets of pairs alone; auto = if data have any
+    corrupt_ratio: float = 0.15  # [data] [>0] [<1] [objective!=causal] share of the tokens that are to be restored
+    span_length: float = 3.0  # [data] [>=1] [objective=seq2seq] mean length of the spans that seq2seq restores
     verify_data: bool = False  # check every shard's SHA-256 before the first step
     # --- run
     out_dir: str = "out"  # folder of checkpoints, metrics and the resolved flags (config.py; earlier: config_STEP.py)
     init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, ema:RUN, hf:DIR or nanogpt:FILE
-    seed: int = 1337  # for initial weights, the order of the data and dropout
+    seed: int = 1337  # [data] for initial weights, the order of the data and dropout
     max_iters: int = 600000  # [>0] optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and at most 100 of the training set)
@@ -122,10 +122,7 @@ class Config(ModelConfig):
         self.check_schedule()
 
     def check_schedule(self):
-        """ValueError unless learning_rate can fall to min_lr within the run, and other rates in proportion to it."""
-        if self.learning_rate == 0 and (self.optimizer == "muon" or self.conv_lr):
-            why = "muon_lr and conv_lr are scheduled in proportion to it; set learning_rate above 0"
-            refuse(self, "learning_rate", why)
+        """ValueError unless learning_rate can fall to min_lr within the run."""
         last = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
         end = getattr(self, last)
         cooldown = self.cooldown_iters or end // 5

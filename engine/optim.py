@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.parallel.owners import Owners, local
 from engine.parallel.sharded import ShardedModel, load_biases
+from flags import refuse
 from model import Convolution, ExpertLinear, Fused, Linear
 
 # ---- Schedules
@@ -279,15 +280,19 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     hidden = hidden_matrices(model) if kind.muon else {}
     loads = load_biases(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}  # tied: once
-    ratios = lr_ratios(model, cfg)
-    others = defaultdict(list)  # by their ratio
+    rates = own_rates(model, cfg)
+    if cfg.learning_rate == 0 and (rates or hidden):
+        why = "muon_lr, conv_lr and others are scheduled in proportion to it; set learning_rate above 0"
+        refuse(cfg, "learning_rate", why)
+    others = defaultdict(list)  # by their rate
     for p in trained.values():
         if p not in hidden and p not in loads:
-            others[ratios.get(p, 1.0)].append(p)
+            others[rates.get(p, cfg.learning_rate)].append(p)
     parts: dict = {}
-    for ratio, params in others.items():
+    for rate, params in others.items():
         groups = decay_groups(params, cfg.weight_decay, model)
-        parts[kind.rest(groups, ratio * cfg.learning_rate, (cfg.beta1, cfg.beta2))] = ratio
+        ratio = rate / cfg.learning_rate if rates else 1.0
+        parts[kind.rest(groups, rate, (cfg.beta1, cfg.beta2))] = ratio
     if loads:
         parts[Balance([{"params": list(loads)}], cfg.balance_rate, ())] = None
     if hidden:
@@ -302,11 +307,12 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     return Optimizer(parts)
 
 
-def lr_ratios(model: nn.Module, cfg) -> dict[nn.Parameter, float]:
-    """The learning rates, relative to cfg.learning_rate, of parameters that have their own and no Muon."""
+def own_rates(model: nn.Module, cfg) -> dict[nn.Parameter, float]:
+    """The highest learning rates of parameters that have their own and no Muon. They follow the schedule of
+    cfg.learning_rate in proportion."""
     if not cfg.conv_lr:
         return {}
-    return {m.weight: cfg.conv_lr / cfg.learning_rate for m in model.modules() if isinstance(m, Convolution)}
+    return {m.weight: cfg.conv_lr for m in model.modules() if isinstance(m, Convolution)}
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:

@@ -62,4 +62,4 @@ def short(text: str | None) -> str | None:
     if text is None:
         return None
     text = re.sub(r"[{}()\[\]'\" ]", "", str(text))
-    return re.sub(r"[,;]+", "+", text).replace("=", ":").strip("+")[:100]
+    return re.sub(r"[,;]+", "+", text).replace("=", ":").strip("+")

@@ -1,13 +1,17 @@
 """What tests of the model share: tiny models and inputs, decoding without a cache, attention from its equations."""
 
 import math
-from typing import Literal, get_args, get_origin
+import random
+from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
+from families import LAYERS
 
 import ops
 from engine.decode import generate
+from flags import unused
 from model import Model, ModelConfig
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
@@ -22,6 +26,45 @@ def choices(kind) -> list:
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     return [False, True] if kind is bool else [value for part in get_args(kind) for value in choices(part)]
+
+
+USUAL = {field.name: field.default for field in fields(ModelConfig)}
+
+
+def numbers(flags: dict) -> dict[str, list]:
+    """The values of flags that are numbers or texts beside these other flags."""
+    return {
+        "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
+        "n_kv_head": [2 if flags["attention"] == "gqa" else 0],
+        "n_encoder_layer": [1],
+        "window": [0, 3],
+        "window_pattern": ["", "SL"],
+        "attn_softcap": [0.0, 2.0],
+        "conv": [0, 3],
+        "logit_softcap": [0.0, 3.0],
+        "embed_scale": [1.0, 3.0],
+        "norm_eps": [1e-5, 1e-3],
+        "n_slot": [0, 5],
+        "n_expert": [0, 4],
+        "n_expert_shared": [0, 1],
+        "n_dense_layer": [0, 1],
+        "layer": ["c+p", *LAYERS],
+        "rope_scaling": ["", "yarn:4"],
+        "rope_theta_local": [1e4, 7.0],
+        "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),
+        "loss_chunk": [0, 7],
+    }
+
+
+def draw(rng: random.Random) -> dict:
+    """Random values of the flags of the network that have an effect together."""
+    kinds = {name: choices(kind) for name, kind in get_type_hints(ModelConfig).items()}
+    flags = {name: rng.choice(values) for name, values in kinds.items() if values}
+    flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
+    cfg = object.__new__(ModelConfig)
+    vars(cfg).update(USUAL | flags)
+    idle = unused(cfg)
+    return {name: v for name, v in flags.items() if name not in idle}
 
 
 def build(dtype=torch.float64, **flags) -> Model:

@@ -26,7 +26,7 @@ from engine.parallel.owners import Part
 from engine.parallel.ranks import of_all_ranks, of_first_rank, together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
-from flags import unused
+from flags import flags_of_data, unused
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
@@ -34,7 +34,7 @@ SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto`
 NEW = {
     "step": 0, "samples": 0, "skipped": 0, "norms": [], "flags": {}, "data": {}, "best_val_loss": None, "best_step": 0,
 }  # fmt: skip
-OF_EVALUATION = ("eval_iters", "batch_size", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of the best loss
+OF_EVALUATION = ("eval_iters", "batch_size")  # flags of the best loss, beside those of the data
 FREE_ON_RESUME = {"dropout", "loss_chunk", "fp32_residual"}  # flags of the model that may differ from the checkpoint's
 
 
@@ -187,7 +187,10 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
         value = getattr(cfg, name)
         if state["flags"].get(name, value) != value:
             notes.append(f"{name}={value} draws the data in another order, so what is read may come again")
-    changed = [name for name in OF_EVALUATION if state["flags"].get(name) != getattr(cfg, name)]
+    changed = []
+    for name in (*OF_EVALUATION, *flags_of_data(type(cfg))):
+        if state["flags"].get(name, getattr(type(cfg), name)) != getattr(cfg, name):
+            changed.append(name)
     if stored.get("val") != val.hashes:
         changed.append("the validation data")
     reasons = []

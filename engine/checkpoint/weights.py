@@ -33,9 +33,9 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.plan import memory
 from engine.retired import RETIRED_OF_THE_MODEL
+from flags import flags_of_data
 from model import Model, ModelConfig
 
-OF_THE_DATA = ("dataset", "seed", "pairs", "corrupt_ratio", "span_length")  # flags of a run that an evaluation needs
 GPT2_SIZES = (50257, 50304)  # vocabulary sizes of nanoGPT's models that read GPT-2's tokens; 50304 is padded
 T = TypeVar("T")
 
@@ -51,7 +51,8 @@ class Weights:
 
     def config(self, **changes: Any) -> Config:
         """The flags to compute with this model on any machine: those that do not shape it have their defaults."""
-        kept = {*OF_THE_DATA, *(field.name for field in fields(ModelConfig)), *RETIRED_OF_THE_MODEL}
+        of_model = {*(field.name for field in fields(ModelConfig)), *RETIRED_OF_THE_MODEL}
+        kept = {"dataset", *flags_of_data(Config), *of_model}
         flags = {name: value for name, value in self.flags.items() if name in kept}
         return resolve(Config, {}, flags | changes, str(self.path))
 

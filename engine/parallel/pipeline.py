@@ -24,11 +24,16 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.stages import layers
 from model import Model, Shared, stream_dtype
 
+DIVIDED = ("blocks", "wte", "pos", "first_norm", "norm", "head")  # attributes of a Model, each of which a stage owns
 
-def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
-    """Remove from the model, in place, the parts that other ranks' stages own; the others keep their names. A tied
-    weight stays on both ends. ValueError if layers exchange more than the stream. Returns the names of the parameters
-    that another rank has too and counts."""
+
+def check_model(model: Model, n_ranks: int):
+    """ValueError if stages would not compute this model: it has parameters that no stage owns, or its layers exchange
+    more than the stream."""
+    for name, _ in model.named_parameters():
+        if name.partition(".")[0] not in DIVIDED:
+            fact = f"pp={n_ranks} divides the blocks, and every stage would train a copy of {name}"
+            raise ValueError(f"{fact}; move it into a block or into {', '.join(DIVIDED[1:])}, or set pp=1")
     x = model.wte.weight.new_empty(1, 1, model.cfg.n_embd)
     idx = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
     inputs = model.inputs(idx, idx[0], x)._replace(shared=Shared())
@@ -38,6 +43,12 @@ def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
     if inputs.shared:
         names = ", ".join(inputs.shared)
         raise ValueError(f"pp={n_ranks} hands on only the stream, and a layer hands {names} to later layers; set pp=1")
+
+
+def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
+    """Remove from the model, in place, the parts that other ranks' stages own; the others keep their names. A tied
+    weight stays on both ends. Returns the names of the parameters that another rank has too and counts."""
+    check_model(model, n_ranks)
     n_layer = model.cfg.n_layer
     for layer in {*range(n_layer)}.difference(layers(n_layer, rank, n_ranks)):
         delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks

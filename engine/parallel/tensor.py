@@ -11,7 +11,8 @@ Within a sum, heads and hidden units are cut instead:
 
 So each sum costs one all-gather and one reduce-scatter in the forward, and the same in the backward. In between, each
 rank computes one term of a sum over the ranks. So a parameter that is not cut gets only a part of its gradient on each
-rank, and the caller sums these parts over the group once per step.
+rank, and the caller sums these parts over the group once per step. The loss is the same on all ranks, so each of them
+computes the gradient of its n-th part.
 
     n ranks of the group   B batch   T time   C width   V vocabulary
 """
@@ -118,6 +119,8 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
         role = getattr(module, "role", None)
         if isinstance(module, Neighbours):
             module.register_forward_pre_hook(partial(check_uncut, model, n))
+        if isinstance(module, Linear):
+            module.register_forward_pre_hook(partial(check_width, model, n))
         if role in ("before", "last"):
             module.register_forward_hook(gather)
         elif role == "after":
@@ -135,7 +138,23 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
         stack.position_table = partial(local_heads, stack.position_table, rank, n)
     if isinstance(model.head, nn.Linear):  # as on the last one
         model.chunk_loss = parallel_chunk_loss(group, model.cfg.vocab_size)
-        model.loss = partial(parallel_loss, model)
+        model.cross_entropy = partial(parallel_cross_entropy, model, n)
+        model.logits = partial(parallel_logits, model, group)
+        loss = model.loss
+        model.loss = lambda x, targets: scaled_gradient(loss(x, targets), 1 / n)
+
+
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, each in model.named_modules() if each is module)
+
+
+def check_width(model: nn.Module, n: int, layer: Linear, args: tuple):
+    """ValueError if the layer gets a cut input where it reads a whole one, or the other way round."""
+    width = args[0].size(-1)
+    if width != layer.weight.size(-1):
+        reads = f"{name_of(model, layer)}, of role={layer.role}, reads {layer.weight.size(-1)} channels"
+        fact = f"tp={n}: {reads} and gets {width}"
+        raise ValueError(f"{fact}; a reader begins with role into and ends with out (docs/hacking.md), or set tp=1")
 
 
 def check_uncut(model: nn.Module, n: int, module: Neighbours, args: tuple):
@@ -147,8 +166,8 @@ def check_uncut(model: nn.Module, n: int, module: Neighbours, args: tuple):
 
 def refuse_cut(model: nn.Module, n: int, module: Neighbours) -> NoReturn:
     """Raise ValueError: the module reads a piece of the stream, so it does not see all the tokens before each one."""
-    name = next(name for name, m in model.named_modules() if m is module)
-    raise ValueError(f"tp={n} cuts the stream along T where {name} reads it; let it read before(s), or set tp=1")
+    where = f"where {name_of(model, module)} reads it"
+    raise ValueError(f"tp={n} cuts the stream along T {where}; let it read before(s), or set tp=1")
 
 
 def cut_parameters(model: nn.Module, cuts: dict[str, int | None], rank: int, n: int):
@@ -200,14 +219,26 @@ def local_heads(table: Callable, rank: int, n: int, t: Tensor, dtype: torch.dtyp
     return tuple(x.chunk(n)[rank] if x.dim() == 3 else x for x in table(t, dtype))
 
 
-def parallel_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Model.loss for a head of V/n rows, padding included: x (B, T, C), targets (B, T) -> the mean in nats over targets
-    >= 0. Its gradient for x is this rank's term of a sum over the ranks."""
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is multiplied by the factor."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * factor)
+    return x
+
+
+def parallel_cross_entropy(model: nn.Module, n: int, x: Tensor, targets: Tensor) -> Tensor:
+    """Model.cross_entropy for a head of V/n rows, padding included. Its gradient for x is already this rank's term."""
     cfg = model.cfg
     weight = model.head.weight
     chunk = rows_at_once(targets.numel(), cfg.loss_chunk, len(weight), x.device)
     options = cfg.logit_softcap, chunk, model.chunk_loss, torch.is_grad_enabled()
-    return model.mean(ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), options), targets)
+    return scaled_gradient(ChunkedCrossEntropy.apply(x, weight, targets, options), n)
+
+
+def parallel_logits(model: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+    """Model.logits for a head of V/n rows: all columns, on every rank."""
+    logits = gathered(F.linear(x, model.head.weight), -1, group)[..., : model.cfg.vocab_size]
+    return capped(at_least_float32(logits), model.cfg.logit_softcap)
 
 
 def parallel_chunk_loss(group: ProcessGroup, vocab_size: int) -> Callable:

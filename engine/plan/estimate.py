@@ -106,6 +106,10 @@ class Rank:
         self.stages = [stages.layers(cfg.n_layer, stage, cfg.pp) for stage in range(cfg.pp)]
         self.n_layer = len(self.stages[0])  # no stage has more
         self.model = skeleton(cfg)
+        if cfg.pp > 1:
+            from engine.parallel.pipeline import check_model
+
+            check_model(self.model, cfg.pp)
         self.count_weights()
 
     def count_weights(self):

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,6 +14,9 @@ from data.dataset import TokenStream
 from data.loader import Loader, order
 from data.objective import Causal
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import weights as any_weights
+from engine.checkpoint.run import NEW, place_in_data
+from engine.config import Config
 
 SHORT = ["--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=40"]
 
@@ -95,6 +100,23 @@ def test_the_best_loss_is_of_one_evaluation(run, tmp_path, capsys):
         said = f"the best loss begins anew, as {flag.partition('=')[0]} may have changed" in out
         assert ("seed=5 draws the data in another order" in out) == (flag == "seed=5")
         assert said == anew and (state_of(again)["best_val_loss"] == 0.5) != anew
+
+
+@dataclass
+class Hacked(Config):
+    swapped: float = 0.0  # [data] [<1] share of the words that are swapped
+
+
+def test_a_flag_of_the_data_that_is_new(monkeypatch):
+    """evaluate.py takes its value from the run, and another value begins the best loss anew."""
+    monkeypatch.setattr(any_weights, "Config", Hacked)
+    found = any_weights.Weights("run", {"swapped": 0.5, "vocab_size": 9, "learning_rate": 0.5}, None, None)
+    cfg = found.config()
+    assert (cfg.swapped, cfg.learning_rate) == (0.5, Config.learning_rate)
+    state = NEW | {"data": {}, "flags": asdict(cfg), "best_val_loss": 2.0}
+    stream = SimpleNamespace(sources=[], hashes=[])
+    _, notes = place_in_data(replace(cfg, swapped=0.25), state, stream, stream)
+    assert notes == ["the best loss begins anew, as swapped and the validation data may have changed"]
 
 
 def test_a_checkpoint_without_a_record_of_its_data(run, tiny_data, more_data, capsys):

@@ -136,7 +136,7 @@ def test_a_parameter_may_have_a_learning_rate_of_its_own(monkeypatch):
     """The schedule changes it in proportion."""
     cfg = Config(**SIZES, learning_rate=0.25)
     net = model.Model(cfg)
-    monkeypatch.setattr(optim, "lr_ratios", lambda model, cfg: {model.wte.weight: 2.0})
+    monkeypatch.setattr(optim, "own_rates", lambda model, cfg: {model.wte.weight: 0.5})
     optimizer = optim.build(net, cfg)
     optimizer.set_lr(0.125)
     rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}

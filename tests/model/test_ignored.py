@@ -5,8 +5,8 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from models import TINY, choices
-from test_model import GRID, USUAL, changes, numbers
+from models import TINY, USUAL, choices, numbers
+from test_model import GRID, changes
 
 import model as M
 from model import Model, ModelConfig

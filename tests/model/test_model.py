@@ -5,16 +5,27 @@ import math
 import random
 import re
 from collections import Counter
-from dataclasses import fields
 from functools import partial
-from typing import get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import LAYERS
 from helpers import Operations
-from models import DOCS, TINY, S, T, assert_same, beside, build, check_decoding, choices, jitter, spy_on_kernels, tokens
+from models import (
+    DOCS,
+    TINY,
+    USUAL,
+    S,
+    T,
+    assert_same,
+    beside,
+    build,
+    check_decoding,
+    draw,
+    jitter,
+    spy_on_kernels,
+    tokens,
+)
 
 import model as M
 import ops
@@ -23,52 +34,13 @@ from engine import decode
 from engine.decode import generate
 from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
-from flags import unused
 from model import Model, ModelConfig
-
-USUAL = {field.name: field.default for field in fields(ModelConfig)}
-
-
-def numbers(flags: dict) -> dict[str, list]:
-    """The values of flags that are numbers or texts beside these other flags."""
-    return {
-        "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
-        "n_kv_head": [2 if flags["attention"] == "gqa" else 0],
-        "n_encoder_layer": [1],
-        "window": [0, 3],
-        "window_pattern": ["", "SL"],
-        "attn_softcap": [0.0, 2.0],
-        "conv": [0, 3],
-        "logit_softcap": [0.0, 3.0],
-        "embed_scale": [1.0, 3.0],
-        "norm_eps": [1e-5, 1e-3],
-        "n_slot": [0, 5],
-        "n_expert": [0, 4],
-        "n_expert_shared": [0, 1],
-        "n_dense_layer": [0, 1],
-        "layer": ["c+p", *LAYERS],
-        "rope_scaling": ["", "yarn:4"],
-        "rope_theta_local": [1e4, 7.0],
-        "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),
-        "loss_chunk": [0, 7],
-    }
-
-
-def draw(axes: dict[str, list], rng: random.Random) -> dict:
-    """Random values of the flags that have an effect together."""
-    flags = {name: rng.choice(values) for name, values in axes.items()}
-    flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
-    cfg = object.__new__(ModelConfig)
-    vars(cfg).update(USUAL | flags)
-    idle = unused(cfg)
-    return {name: v for name, v in flags.items() if name not in idle}
 
 
 def combinations(drawn: int = 500) -> list[dict]:
     """Rows of flags in which every two values of two flags meet that any of many random rows has and is not refused."""
-    axes = {name: choices(kind) for name, kind in get_type_hints(ModelConfig).items() if choices(kind)}
     rng = random.Random(0)
-    pool = [draw(axes, rng) for _ in range(drawn)]
+    pool = [draw(rng) for _ in range(drawn)]
     columns = {value: i for i, value in enumerate(dict.fromkeys((k, v) for row in pool for k, v in row.items()))}
     has = torch.zeros(len(pool), len(columns))
     for i, row in enumerate(pool):
@@ -139,7 +111,10 @@ def check_loss(model, idx, targets, **given) -> torch.Tensor:
     assert logits.isfinite().all()
     assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-9)
     model.zero_grad()
-    loss.backward()
+    model.train()(
+        idx, targets, **given
+    ).backward()  # there is no dropout, but a loss may have a part for training alone
+    model.eval()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not 0 < p.grad.abs().max() < math.inf]
     assert not dead, f"no gradient, or no finite one, reaches {dead}"
     return logits
