@@ -13,7 +13,7 @@ from models import USUAL, draw, jitter
 from ranks import launch, part_of
 
 import model as M
-from configurator import parse
+from configurator import parse, try_flags
 from engine.config import Config
 from engine.parallel.ranks import check_flags, join
 from engine.parallel.sharded import ShardedModel
@@ -45,6 +45,7 @@ APART = {  # flags without a row
     "fp32_residual",  # has no effect in float64
 }
 V = 30
+SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 16, "block_size": 16, "vocab_size": V}
 
 
 def new_rows() -> list[str]:
@@ -54,19 +55,30 @@ def new_rows() -> list[str]:
 
 
 def plainest_row(name: str) -> str:
-    """A row in which this flag has an effect, beside few others."""
+    """A row in which this flag has an effect, beside as few others as possible."""
     for seed in range(1000):
-        flags = draw(random.Random(seed))
-        if flags.get(name, USUAL[name]) == USUAL[name]:
-            continue
-        for other in {*flags} - {name}:
-            fewer = {key: value for key, value in flags.items() if key != other}
-            cfg = object.__new__(M.ModelConfig)
-            vars(cfg).update(USUAL | fewer)
-            if not unused(cfg):
-                flags = fewer
-        return " ".join(f"--{key}={value}" for key, value in flags.items())
-    pytest.fail(f"{name} has no values to try; name some in `numbers` of tests/model/test_model.py")
+        flags = in_effect(draw(random.Random(seed)))
+        if name in flags:
+            for other in sorted(flags.keys() - {name}):
+                fewer = in_effect({key: value for key, value in flags.items() if key != other})
+                if name in fewer:
+                    flags = fewer
+            return " ".join(f"--{key}={value}" for key, value in flags.items())
+    pytest.fail(f"{name} has no values to try; name some in `numbers` of tests/models.py")
+
+
+def in_effect(flags: dict) -> dict:
+    """Those of the flags that are not as usual and have an effect beside the others; none if no network has them."""
+    flags = {key: value for key, value in flags.items() if value != USUAL[key]}
+    cfg = object.__new__(M.ModelConfig)
+    vars(cfg).update(USUAL | flags)
+    if idle := flags.keys() & {*unused(cfg)}:
+        return in_effect({key: value for key, value in flags.items() if key not in idle})
+    try:
+        try_flags(M.ModelConfig(**SIZES, **flags))
+    except ValueError:
+        return {}
+    return flags
 
 
 def micro_batches(cfg: Config) -> list[dict[str, torch.Tensor]]:
