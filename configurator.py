@@ -9,7 +9,7 @@ are int, float, str, bool, Literal["a", "b"], and unions such as `bool | Literal
 A config file is parsed, never executed. It holds comments, a docstring and lines `name = value`. A value is a number, a
 string, True or False, an earlier name of the same file, numbers joined by + - * / // % ** and parentheses, or strings
 joined by +. A name that begins with an underscore is a variable of the file; every other name must be a flag. On the
-command line, a str flag takes its text unchanged unless that is in quotes; all other values are those of a file.
+command line, a str flag takes its text as the shell gives it, quotes included; all other values are those of a file.
 
 Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be nan or inf.
 """
@@ -174,7 +174,7 @@ def read_argument(cls: type, arg: str) -> Setting:
     if not arg.startswith("--") or not equals:
         raise ValueError(f"{arg} ({COMMAND_LINE}): flags are written --name=value; --help lists them")
     flag = cls.__dataclass_fields__.get(name)
-    if flag and flag.type is str and text[:1] not in ("'", '"'):
+    if flag and flag.type is str:
         return Setting(name, text, COMMAND_LINE)
     try:
         value = evaluate(ast.parse(text.strip(), mode="eval").body, CONSTANTS)

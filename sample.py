@@ -228,7 +228,6 @@ def main(argv: list[str] | None = None):
         check_id("the prompt", max(ids), model.cfg.vocab_size)
         idx = torch.tensor([ids], device=device).repeat(cfg.num_samples, 1)
         generator = torch.Generator(device).manual_seed(cfg.seed)
-        sys.stdout.reconfigure(errors="replace")  # for a prompt that is not UTF-8, or a terminal without Unicode
         started = time.perf_counter()
         choose_next = partial(choose, cfg=cfg, generator=generator)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):

@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -60,7 +59,6 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Runs the main function of a command of data/. What it raises is an error of its user; it answers Ctrl-C."""
 
     def answering() -> int | None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid UTF-8
         try:
             return main()
         except KeyboardInterrupt:

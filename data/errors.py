@@ -99,7 +99,8 @@ def command(main: Callable[[], Any], kinds: Any = OSError):
 
     An error of `kinds` that it raises, and an OSError of writing to stdout, become one line. With the usual `kinds`, a
     ValueError that `main` raises is a mistake in the code, and keeps its traceback. A stream that the shell has closed,
-    as with `2>&-`, is replaced by /dev/null. Ctrl-C ends the program with exit code 130.
+    as with `2>&-`, is replaced by /dev/null. What the locale cannot show on stdout is escaped: \\xe9. Ctrl-C ends the
+    program with exit code 130.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -108,7 +109,7 @@ def command(main: Callable[[], Any], kinds: Any = OSError):
         file = Stdout(out.fileno(), "w", closefd=False)
         buffer = file if out.write_through else io.BufferedWriter(file)  # python -u has no buffer
         how = {"line_buffering": out.line_buffering, "write_through": out.write_through}
-        sys.stdout = io.TextIOWrapper(buffer, out.encoding, out.errors, **how)
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, "backslashreplace", **how)
     try:
         with user_errors(kinds):
             try:

@@ -29,7 +29,7 @@ def read_prompt(start: str) -> str:
     """The prompt of --start, which may be FILE:path."""
     if not start.startswith("FILE:"):
         return start
-    return read_text("start", start, LARGEST_PROMPT).replace("\r\n", "\n").replace("\r", "\n")
+    return read_text("start", start, LARGEST_PROMPT)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -8,7 +8,6 @@ The units of a head are its learned slots, then the tokens that the query sees. 
 probability the unit raises most. docs/lens.md defines all columns. --out draws the same rows, and needs matplotlib.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -205,7 +204,6 @@ def main(argv: list[str] | None = None):
         position = len(idx) - 1 if cfg.position == -1 else cfg.position
         of_reader = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
         units, n, together = read_units(model, tokenizer, idx, *of_reader)
-    sys.stdout.reconfigure(errors="replace")  # for a terminal without Unicode
     query = spelled(tokenizer, int(idx[position]))
     title = f"layer {cfg.layer}, {cfg.reader or 'context'}, head {cfg.head}, query {position} {query}"
     print(f"{path}, {title}: {n} units, which together promote {listed(together)}")

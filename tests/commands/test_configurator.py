@@ -97,7 +97,8 @@ def test_arithmetic_equals_python(tmp_path, text):
 @pytest.mark.parametrize("argument, name, value", [
     ("--start=def main(", "start", "def main("),
     ("--start=", "start", ""),
-    ("--start='a\\n'", "start", "a\n"),
+    ("--start='a\\n'", "start", "'a\\n'"),
+    ('--start="I came." "I saw."', "start", '"I came." "I saw."'),
     ("--start='", "start", "'"),
     ("--num_samples=1e3", "num_samples", 1000),
     ("--num_samples=-3", "num_samples", -3),

@@ -1,5 +1,6 @@
 """Every wrong flag, file or checkpoint: exit code 2 and one line that names the thing and the remedy, no traceback."""
 
+import io
 import os
 import pickle
 import runpy
@@ -166,6 +167,15 @@ def test_the_exit_code_of_a_command(trained, monkeypatch, capsys):
     assert ended(train.main, "--nope=1") == 2
     monkeypatch.undo()
     assert len(capsys.readouterr().err.splitlines()) == 1  # about the model
+
+
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
+    with open(tmp_path / "out", "wb") as file:
+        terminal = io.TextIOWrapper(file, "ascii")
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "__stdout__", terminal)
+        assert ended(lambda argv: print(*argv), "naïve", "猫", "\udcff") == 0
+    assert (tmp_path / "out").read_bytes() == b"na\\xefve \\u732b \\udcff\n"
 
 
 def test_a_process_says_one_line(trained, tmp_path):
