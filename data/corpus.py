@@ -205,9 +205,9 @@ def prepare(args: argparse.Namespace, files: list[str]) -> None:
         require(not pairs, f"pairs={args.pairs} {endless}")
         source.end = end
     tokenizer.encode("")  # loads gpt2's merges, and fails before anything is written
-    names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.sizes])
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "threads")}
-    settings |= {"tokenizer": tokenizer.hash, "input": hashlib.sha256(names.encode()).hexdigest()}
+    names = json.dumps([[f if f.startswith("hf://") else os.path.abspath(f) for f in files], source.states])
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "threads", "input")}
+    settings |= {"tokenizer": tokenizer.hash, "state of its input": hashlib.sha256(names.encode()).hexdigest()}
     with ShardWriter(folder, tokenizer, args.shard_tokens, settings) as out:
         Corpus(out, source, val_fraction, args.threads, args.shards * args.shard_tokens).write()
     out.report(f"{out.documents()} documents, ")

@@ -12,6 +12,7 @@ Names are compared without case. What is no UTF-8 text is refused.
 
 import glob
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -31,6 +32,7 @@ IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson)(\.gz|\.zst)?$|\.parquet$", re.IGN
 LARGEST = 32_000_000  # bytes of one document
 BLOCK = 2**20  # bytes to read at once
 BATCH = 64  # rows of a table to read at once
+ENDS = 2**16  # bytes at each end of a file by whose hash it is known
 ONE_A_LINE = "correct it, remove it, or write one object a line, as jq -c '.[]' does of a list"
 ADDRESS = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?")
 LINE_END = re.compile(rb"\n")
@@ -110,7 +112,8 @@ class Source:
 
     def __post_init__(self):
         self.columns = self.pairs or (self.column,)
-        self.sizes = [_hub().size(name) if name.startswith("hf://") else os.path.getsize(name) for name in self.files]
+        self.states = [state(name) for name in self.files]
+        self.sizes = [size for size, *_ in self.states]
 
     def read(self, file: int = 0, row: int = 0, number: int = 0) -> Iterator[Document]:
         """Yields all documents, or those behind a row of a file, the first of which has the number."""
@@ -214,6 +217,17 @@ def cut_in_two(text: str, val_fraction: float) -> list[str]:
     at = min(max(int(len(text) * (1 - val_fraction)), 1), max(len(text) - 1, 1))
     at = text.rfind("\n", max(at - (len(text) - at) // 2, 0), at) + 1 or at
     return [text[at:], text[:at]]
+
+
+def state(name: str) -> list:
+    """What tells whether a file has changed: its size, the time of its last change and the hash of its ends."""
+    if name.startswith("hf://"):  # an address names a commit
+        return [_hub().size(name)]
+    with open(name, "rb", opener=open_regular) as f:
+        found = os.fstat(f.fileno())
+        ends = f.read(ENDS)
+        f.seek(max(found.st_size - ENDS, 0))
+        return [found.st_size, found.st_mtime_ns, hashlib.sha256(ends + f.read()).hexdigest()]
 
 
 def _hub():

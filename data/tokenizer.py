@@ -252,7 +252,9 @@ def build(kind: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
     texts(), once: a pass over all documents."""
     name, _, value = kind.partition(":")
     if kind == "char":
-        return CharTokenizer("".join(set(chain.from_iterable(texts()))))
+        chars = "".join(set(chain.from_iterable(texts())))
+        require(encodable(chars) == chars, "the text has lone surrogates, which are no characters; use tokenizer byte")
+        return CharTokenizer(chars)
     if kind == "byte":
         return ByteTokenizer()
     if kind == "gpt2":

@@ -395,14 +395,26 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
 
 
 def test_an_unfinished_preparation_is_not_mixed_with_another(tmp_path, web, small, monkeypatch):
+    monkeypatch.setattr(sources, "ENDS", 100)
     changes_until_killed(lambda: prepare(args(tmp_path / "out"), web), 40)
     message = error(prepare, args(tmp_path / "out", val_fraction=0.3, shard_tokens=999), web)
     assert "holds an unfinished preparation with another val_fraction, shard_tokens; continue with its flags" in message
-    assert "another input;" in error(prepare, args(tmp_path / "out"), web[:1])
-    content = Path(web[0]).read_bytes()
-    Path(web[0]).write_bytes(content + b'{"text": "more"}\n')
-    assert "another input;" in error(prepare, args(tmp_path / "out"), web)
-    Path(web[0]).write_bytes(content)
+    assert "another state of its input;" in error(prepare, args(tmp_path / "out"), web[:1])
+    file = Path(web[0])
+    content = file.read_bytes()
+    written = file.stat().st_mtime_ns
+    for other, when in (
+        (content + b'{"text": "more"}\n', written),
+        (b" " + content[:-1], written),
+        (content[:-5] + content[-5:].upper(), written),
+        (content.replace(b'"id": 30,', b'"id": 31,'), written + 10**9),  # between the ends: seen by its time
+        (content, written),
+    ):
+        assert len(other) == len(content) or other.startswith(content)
+        file.write_bytes(other)
+        os.utime(file, ns=(when, when))
+        if other != content:
+            assert "another state of its input;" in error(prepare, args(tmp_path / "out"), web)
     with monkeypatch.context() as patch:
         patch.setattr(ByteTokenizer, "hash", "another")  # as that of an hf:DIR which has changed
         assert "another tokenizer;" in error(prepare, args(tmp_path / "out"), web)

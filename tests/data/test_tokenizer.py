@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -196,6 +197,8 @@ def test_build():
         assert build(kind, lambda: pytest.fail("read the texts")).spec == {"kind": kind}
     assert build("char", lambda: iter(["cb", "a", "cb"])).spec == {"kind": "char", "chars": "abc"}
     assert build("bpe:258", lambda: iter(["cb", "a", "cb"])).token_bytes[257] == b"cb"
+    for text in ("a\ud83d", "\ude00a", "\ude00\ud83d"):  # whose sorted vocabulary would be read back as one character
+        assert "the text has lone surrogates, which are no characters" in error(build, "char", partial(list, [text]))
     for kind in ("gpt-2", "byte:5", "bpe:", "bpe:-5", "bpe:٣٠٠", "hf:", ""):
         message = error(build, kind, lambda: pytest.fail("read the texts"))
         assert message.startswith(f"unknown tokenizer {kind!r}; choose char, byte, gpt2, bpe:N")
