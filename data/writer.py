@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
 SHARD = re.compile(rf"({'|'.join(SPLITS)})({MASK})?_\d{{6}}\.bin")
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # have no effect while files are moved into place
 PROGRESS = "progress.json"  # the file in that folder with the state of a resumable preparation
 
 
@@ -33,9 +35,9 @@ class ShardWriter:
     """A context that writes documents as shards `{split}_{i:06d}.bin` of at most `shard_tokens` tokens, and meta.json.
 
     All files are written and fsynced in the folder PREPARING, and moved into place when the block ends. So an exception
-    or a power cut leaves the old data unchanged. With `settings`, a JSON object of everything that determines the data,
-    an interrupted preparation continues: the documents that were added before the last `save(place)` are there, and
-    `place` has its value (None at a fresh start).
+    or a power cut before leaves the old data unchanged, and a signal does not stop the moves. With `settings`, a JSON
+    object of everything that determines the data, an interrupted preparation continues: the documents that were added
+    before the last `save(place)` are there, and `place` has its value (None at a fresh start).
     """
 
     def __init__(
@@ -179,19 +181,24 @@ class ShardWriter:
         self.tokenizer.save(self.temporary)
         write_file(self.temporary / "meta.json", _json(meta))
         write_file(self.temporary / "moving.json", _json(MOVING))
-        # Several renames are not atomic. Until the last one, meta.json warns that old and new shards may be mixed.
-        os.replace(self.temporary / "moving.json", self.folder / "meta.json")
-        fsync(self.folder)
-        for old in self.folder.iterdir():
-            if SHARD.fullmatch(old.name):
-                old.unlink()
-        for file in sorted(self.temporary.iterdir()):
-            if file.name not in ("meta.json", PROGRESS):
-                os.replace(file, self.folder / file.name)
-        fsync(self.folder)
-        (self.temporary / PROGRESS).unlink(missing_ok=True)
-        os.replace(self.temporary / "meta.json", self.folder / "meta.json")
-        fsync(self.folder)
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+        try:
+            # Several renames are not atomic. Until the last one, meta.json warns that old and new shards may be mixed.
+            os.replace(self.temporary / "moving.json", self.folder / "meta.json")
+            fsync(self.folder)
+            for old in self.folder.iterdir():
+                if SHARD.fullmatch(old.name):
+                    old.unlink()
+            for file in sorted(self.temporary.iterdir()):
+                if file.name not in ("meta.json", PROGRESS):
+                    os.replace(file, self.folder / file.name)
+            fsync(self.folder)
+            (self.temporary / PROGRESS).unlink(missing_ok=True)
+            os.replace(self.temporary / "meta.json", self.folder / "meta.json")
+            fsync(self.folder)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def documents(self) -> str:
         """The numbers of documents for people: "95 + 5"."""

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 import stat
 import struct
 from contextlib import nullcontext
@@ -255,6 +256,29 @@ def test_a_preparation_replaces_the_one_before_as_a_whole(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "input.txt", "meta.json", "train_000000.bin"]
     assert read_all(stream) == list(range(250))
     assert read_all(open_data(tmp_path, verify=True).split("train")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_files_are_moved_does_not_stop_the_moves(tmp_path, monkeypatch, number):
+    def stop(*_):
+        raise InterruptedError
+
+    write_set(tmp_path)
+    replace = os.replace
+
+    def move(source, target):
+        if target.parent == tmp_path:
+            os.kill(os.getpid(), number)
+        replace(source, target)
+
+    before = signal.signal(number, stop)
+    try:
+        monkeypatch.setattr(os, "replace", move)
+        write_set(tmp_path, train=range(7))
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+    assert read_all(open_data(tmp_path, verify=True).split("train")) == list(range(7))
 
 
 def test_files_of_others_stay(tmp_path, monkeypatch):
