@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None):
         require(size == 1 or not cfg.answers, "answers are written by one process; start it without torchrun")
         answers = nullcontext()
         if cfg.answers:
-            answers = new_file(user_path(cfg.answers))  # a place that cannot be written is refused now
+            answers = new_file(user_path(cfg.answers), b'{"source": ')  # a place that cannot be written is refused now
         with answers as file:
             figures = weights.read(cfg.out_dir, lambda found: evaluate(cfg, ranks, machine, text, found, file))
     if ranks.rank == 0:

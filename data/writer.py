@@ -68,15 +68,11 @@ class ShardWriter:
         return self
 
     def _refuse_files_of_others(self) -> None:
-        """ValueError if a file that would be deleted or replaced was not made by a preparation."""
+        """ValueError if the folder is of another kind, or a file that would be replaced is not of a preparation."""
         meta = self.folder / "meta.json"
         check(not self.temporary.is_symlink(), self.temporary, "is a link", "delete it")
         content = files.read_file(meta, files.LARGEST_JSON) if meta.exists() else b""
-        if b'"splits"' in content or content == _json(MOVING):
-            return
-        for file in self.folder.iterdir():
-            free = not SHARD.fullmatch(file.name) and file.name != self.tokenizer.file
-            check(free, file, "is not of a data set that was prepared here", "choose another --out")
+        files.check_own(b'"splits"' in content or content == _json(MOVING), self.folder, "out")
 
     def _resume(self) -> None:
         """Restores the state of the last `save`, if any, and deletes all other files of an earlier preparation."""

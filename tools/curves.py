@@ -34,7 +34,7 @@ class PlotConfig(Flags):
     x: Literal["tokens", "steps", "seconds", "flops"] = "tokens"  # what the figures are drawn against
     smooth: int = 1  # [>0] number of consecutive logged steps whose mean is a point; evaluations are not smoothed
     ymax: float = 0.0  # highest y of the picture, 0 = that of the figures
-    out: str = ""  # file to write, such as a.png, a.svg or a.pdf; empty = plot.png in the first run's folder
+    out: str = ""  # picture to write, a .png, .svg or .pdf; empty = plot.png in the first run's folder
 
 
 class Run(NamedTuple):
@@ -143,9 +143,9 @@ def draw(cfg: PlotConfig, runs: list[Run]):
 
 
 def save(figure, out: Path):
-    """Write a Figure into a file, and make its folder."""
+    """Write a Figure into a file, and make its folder. Only a picture that matplotlib has drawn is replaced."""
     kind = out.suffix[1:]
-    known = kind in figure.canvas.get_supported_filetypes()
+    known = kind in ("png", "svg", "pdf")  # their files name matplotlib
     require(known, f"out={out}: pictures have no kind {kind!r}; end it in .png, .svg or .pdf")
-    with new_file(out) as file:
+    with new_file(out, b"atplotlib") as file:
         figure.savefig(file, format=kind, dpi=160, transparent=True, bbox_inches="tight")

@@ -209,7 +209,8 @@ def main(argv: list[str] | None = None):
     print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
     print_units(units, n)
     if cfg.out:
-        save(picture(units, title), user_path(cfg.out))
+        with user_errors():
+            save(picture(units, title), user_path(cfg.out))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data import lock
 from data.dataset import TokenStream
+from data.files import check_own
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
@@ -58,7 +59,7 @@ def check_shared(out_dir: str):
 
 
 def check_out_dir(cfg):
-    """ValueError if out_dir is a checkpoint itself, or holds those of another run. If they have the flags of this one,
+    """ValueError if out_dir is of another kind, or holds the checkpoints of a run. If they have the flags of this one,
     and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume."""
     if cfg.eval_only:
         return
@@ -67,8 +68,10 @@ def check_out_dir(cfg):
     if folder.is_file() or (folder / "state.json").exists():
         remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
-    if cfg.init_from == "resume" or not (folder / "latest").exists():
+    if cfg.init_from == "resume":
         return
+    if not (folder / "latest").exists():
+        return check_own((folder / "metrics.jsonl").exists(), folder, "out_dir")
     if may_restart():
         stored = checkpoint.read(folder, lambda _, state: state["flags"])
         auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}

@@ -85,6 +85,20 @@ def test_objectives_that_the_data_cannot_serve(told, tiny_data, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_of_another_kind_is_no_out_dir(told, run, tmp_path):
+    """But that of a run which has ended before its first checkpoint is."""
+    for name in ("meta.json", "tokenizer.json", "config.json", "config.py", "compare.json"):
+        file = tmp_path / f"with_{name}" / name
+        file.parent.mkdir()
+        file.write_text("mine")
+        told(f"--out_dir={file.parent}", f"{file} was not written by this command; ", "choose another --out_dir")
+        assert file.read_text() == "mine" and {*os.listdir(file.parent)} <= {".lock", name}
+    (tmp_path / "new").mkdir()
+    for name in ("metrics.jsonl", "config.py"):
+        (tmp_path / "new" / name).touch()
+    assert (run("--max_iters=1", "--warmup_iters=0", out="new") / "latest").exists()
+
+
 def replaced(make: Callable, path: Path):
     path.unlink()
     make(path)

@@ -1,7 +1,9 @@
 """Pairs: preparation, packing and batches compared with naive loops over the documents; what is refused."""
 
+import filecmp
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -356,6 +358,7 @@ def test_targets_are_the_likeliest_unless_a_flag_draws_them(translators, monkeyp
 
 def test_what_has_no_answer_is_refused(trained, translators, capsys, tmp_path):
     causal, seq2seq = (f"--out_dir={translators / name}" for name in ("causal", "seq2seq"))
+    other = shutil.copy(trained / "config.py", tmp_path)
     for main, flags, words in (
         (sample.main, [causal, "--blank=x"], "blank=x (command line): has no effect"),
         (sample.main, [seq2seq, "--blank=x"], "blank=x (command line): has no effect"),
@@ -365,8 +368,10 @@ def test_what_has_no_answer_is_refused(trained, translators, capsys, tmp_path):
         (evaluate.main, [f"--out_dir={tmp_path}/no", "--answers=/proc/answers"], "error: /proc/answers"),
         (evaluate.main, [f"--out_dir={tmp_path}/no", f"--answers={trained}/best/x"], f"error: {trained}/best/x"),
         (evaluate.main, [causal, "--answers=x", "--file=y"], "here file=y"),
+        (evaluate.main, [causal, f"--answers={other}"], f"{other} was not written by this command; "),
     ):
         refused(main, [*flags, "--device=cpu"], capsys, [words])
+    assert filecmp.cmp(other, trained / "config.py", shallow=False)
 
 
 def test_numbers_in_words(call, tmp_path):

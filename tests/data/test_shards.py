@@ -286,13 +286,14 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
     other.mkdir()
     (other / "mine").write_text("mine")
     monkeypatch.setattr(ByteTokenizer, "file", "tokenizer.json")
-    for name in ("train_000000.bin", "train_mask_000000.bin", "tokenizer.json"):
+    names = ["train_000000.bin", "train_mask_000000.bin", "tokenizer.json", "metrics.jsonl", "config.json"]
+    for name in [*names, "state.json", "compare.json", "meta.json"]:
         folder = tmp_path / f"set {name}"
         folder.mkdir()
         (folder / name).write_text("mine")
-        (folder / "meta.json").write_text('{"vocab_size": 257}')  # of one who trains on them
-        assert f"{name} is not of a data set that was prepared here; choose another --out" in error(write_set, folder)
-        assert {*os.listdir(folder)} == {".lock", name, "meta.json"} and (folder / name).read_text() == "mine"
+        message = f"{name} was not written by this command; delete it, or choose another --out"
+        assert message in error(write_set, folder)
+        assert {*os.listdir(folder)} == {".lock", name} and (folder / name).read_text() == "mine"
     folder = tmp_path / "preparing"
     folder.mkdir()
     (folder / ".preparing").symlink_to(other)

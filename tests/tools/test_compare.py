@@ -112,6 +112,9 @@ def test_wrong_options(fake, monkeypatch, capfd):
     ):
         refused(main, fake.line(*flags, runs=()), capfd, words)
     assert not holds_files(fake.out)
+    (fake.out / "meta.json").touch()
+    assert "meta.json was not written by this command; " in refused(main, fake.line(), capfd)
+    (fake.out / "meta.json").unlink()
     for content in ("{", "[3]"):
         (fake.out / "compare.json").write_text(content)
         assert f"{fake.out / 'compare.json'} is damaged (" in refused(main, fake.line(), capfd)

@@ -104,7 +104,7 @@ def test_units_have_the_names_of_what_is_read(run, capsys):
 
 def test_a_model_of_pairs_reads_end_of_text_where_it_did_in_training(run, tmp_path, capsys):
     flags = [f"--dataset={prepared(tmp_path)}", "--objective=seq2seq", "--block_size=24"]
-    out = run(*SHORT, *flags)
+    out = run(*SHORT, *flags, out="run")
     capsys.readouterr()
     lines = output(capsys, f"--out_dir={out}", "--start=b", "--source=one", "--reader=cross")
     assert "head 0, query 1 'b': 4 units" in lines[0]
@@ -117,6 +117,13 @@ def test_the_text_and_the_picture(trained, tmp_path, capsys):
     lines = output(capsys, f"--out_dir={trained}", *READ, "--units=6", f"--out={file}")
     assert len(lines) == 2 + 6 + 1 and lines[-1] == "5 more units have smaller shares; --units=11 shows them"
     assert file.read_bytes().startswith(b"\x89PNG")
+    other = tmp_path / "other.png"
+    other.write_bytes(b"\x89PNG of another program")
+    flags = [f"--out_dir={trained}", *READ, f"--out={other}"]
+    with pytest.raises(SystemExit):
+        lens.main(flags)
+    assert f"{other} was not written by this command; " in capsys.readouterr().err
+    assert other.read_bytes() == b"\x89PNG of another program"
 
 
 def test_wrong_flags(trained, capsys):

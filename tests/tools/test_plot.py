@@ -134,6 +134,8 @@ def test_files(make, tmp_path, capsys):
     for out in (svg, pdf):
         plot.main([make(f"run{out.suffix}"), f"--out={out}"])
         assert capsys.readouterr().out == f"wrote {out}\n"
+        plot.main([run, f"--out={out}"])  # replaces a picture of its own
+        capsys.readouterr()
     assert svg.read_text().startswith("<?xml") and pdf.read_bytes().startswith(b"%PDF-")
 
 
@@ -163,6 +165,8 @@ def test_refusals(make, tmp_path, capsys):
         each.mkdir()
         (each / "metrics.jsonl").write_text(text)
     folder.mkdir()
+    mine = tmp_path / "mine.png"
+    Image.new("RGB", (9, 9)).save(mine)
     for arguments, words in (
         ([], "expected the folders"),
         ([a, "s3://bucket/run"], "s3://bucket/run: an address; give the path"),
@@ -174,5 +178,6 @@ def test_refusals(make, tmp_path, capsys):
         ([old, "--x=flops"], "metrics.jsonl has no logged step with flops; set --x=steps"),
         ([empty], "metrics.jsonl has no row that can be read; train it first"),
         ([a, f"--out={folder}"], "FOLDER.png: Not a regular file"),
+        ([a, f"--out={mine}"], "mine.png was not written by this command; "),
     ):
         assert words in refused(plot.main, arguments, capsys)

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from data.errors import require
-from data.files import read_json, user_path, write_file
+from data.files import check_own, read_json, user_path, write_file
 from engine.device import device_name, resolve_device
 from flags import Flags
 from tools.child import ROOT, Child, measure
@@ -70,6 +70,7 @@ class Comparison:
             names = sorted(run.cfg.sources.keys() - {options.swept})
             self.stored[f"run {run.number}"] = {name: getattr(run.cfg, name) for name in names}
         path = options.folder / "compare.json"
+        check_own(path.is_file(), options.folder, "out")
         try:
             old = dict(read_json(path)) if path.is_file() else self.stored
         except (ValueError, TypeError, RecursionError) as error:
