@@ -99,8 +99,7 @@ def command(main: Callable[[], Any], kinds: Any = OSError):
 
     An error of `kinds` that it raises, and an OSError of writing to stdout, become one line. With the usual `kinds`, a
     ValueError that `main` raises is a mistake in the code, and keeps its traceback. A stream that the shell has closed,
-    as with `2>&-`, is replaced by /dev/null. What the locale cannot show on stdout is escaped: \\xe9. Ctrl-C ends the
-    program with exit code 130.
+    as with `2>&-`, is replaced by /dev/null. Stdout escapes what it cannot show. Ctrl-C ends with exit code 130.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

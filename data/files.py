@@ -33,7 +33,7 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 
 SPLITS = ("train", "val")
 NO_FSYNC = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}  # of file systems that cannot sync a folder
 # By these files a data set, run, checkpoint, comparison or model is known, or they would be replaced by one of another
-KINDS = re.compile(r"(meta|state|config|compare|tokenizer|metrics)\.jsonl?|(train|val)_\w+\.bin|vocab\.bpe|config\.py")
+KINDS = r"(meta|state|config|compare|tokenizer)\.json|metrics\.jsonl|(train|val)_\w+\.bin|vocab\.bpe|config\.py"
 LARGEST_JSON = 2**28  # bytes, enough for the records of a million shards
 
 
@@ -168,7 +168,7 @@ def write_file(path: Path, content: bytes) -> None:
 def new_file(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
     """A file that is open for writing, and takes the place of `path` at the end; after an error it is gone. Its name is
     fresh and private until then, so no link is followed. OSError, which names `path`, also at once. ValueError if a
-    file without the bytes `mark`, which all files of this kind have, would be replaced."""
+    file would be replaced that has content without the bytes `mark`, which all files of its kind have."""
     temporary = path.with_name(f".tmp-{path.name[:40]}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,8 +176,7 @@ def new_file(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
             raise OSError(errno.EINVAL, "Not a regular file")
         if mark and path.exists():
             with open(path, "rb") as old:
-                own = mark in (old.read(2**20) or mark)
-            check(own, path, "was not written by this command", "delete it, or name another file")
+                check(mark in (old.read(2**24) or mark), path, "was not written by this command", "name another file")
         with open(temporary, "xb") as f:
             yield f
             f.flush()
@@ -220,7 +219,7 @@ def check(condition: object, path: Path, fact: str, remedy: str = "") -> None:
 def check_own(own: bool, folder: Path, flag: str) -> None:
     """ValueError if a folder is not the `own` one of a command, and has a file of KINDS."""
     for file in sorted(folder.glob("*")):
-        free = own or not KINDS.fullmatch(file.name)
+        free = own or not re.fullmatch(KINDS, file.name)
         check(free, file, "was not written by this command", f"delete it, or choose another --{flag}")
 
 

@@ -112,7 +112,7 @@ class Source:
 
     def __post_init__(self):
         self.columns = self.pairs or (self.column,)
-        self.states = [state(name) for name in self.files]
+        self.states = [[_hub().size(name)] if name.startswith("hf://") else state(name) for name in self.files]
         self.sizes = [size for size, *_ in self.states]
 
     def read(self, file: int = 0, row: int = 0, number: int = 0) -> Iterator[Document]:
@@ -221,8 +221,6 @@ def cut_in_two(text: str, val_fraction: float) -> list[str]:
 
 def state(name: str) -> list:
     """What tells whether a file has changed: its size, the time of its last change and the hash of its ends."""
-    if name.startswith("hf://"):  # an address names a commit
-        return [_hub().size(name)]
     with open(name, "rb", opener=open_regular) as f:
         found = os.fstat(f.fileno())
         ends = f.read(ENDS)

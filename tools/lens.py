@@ -204,12 +204,11 @@ def main(argv: list[str] | None = None):
         position = len(idx) - 1 if cfg.position == -1 else cfg.position
         of_reader = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
         units, n, together = read_units(model, tokenizer, idx, *of_reader)
-    query = spelled(tokenizer, int(idx[position]))
-    title = f"layer {cfg.layer}, {cfg.reader or 'context'}, head {cfg.head}, query {position} {query}"
-    print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
-    print_units(units, n)
-    if cfg.out:
-        with user_errors():
+        query = spelled(tokenizer, int(idx[position]))
+        title = f"layer {cfg.layer}, {cfg.reader or 'context'}, head {cfg.head}, query {position} {query}"
+        print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
+        print_units(units, n)
+        if cfg.out:
             save(picture(units, title), user_path(cfg.out))
 
 
