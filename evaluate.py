@@ -95,7 +95,8 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     require(len(ids) > 1, f"file={cfg.file} has {len(ids)} tokens, and the first is not predicted; give more text")
     check_id(f"file={cfg.file}", int(ids.max()), flags.vocab_size)
     batches = text_batches(ids, flags.block_size, cfg.batch_size, ranks.data_rank, ranks.data_size, ranks.device)
-    return Evaluated(cfg.file, batches, torch.from_numpy(tokenizer.byte_lengths).to(ranks.device))
+    lost = tokenizer.lost(text, ids.numpy()) / (len(ids) - 1)
+    return Evaluated(cfg.file, batches, torch.from_numpy(tokenizer.byte_lengths).to(ranks.device) + lost)
 
 
 def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Evaluated:
@@ -111,7 +112,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
     fact = f"answers={cfg.answers} needs pairs, and dataset={flags.dataset} is trained on as text"
     require(flags.pairs or not cfg.answers, f"{fact}; leave answers out, or prepare pairs (docs/data.md)")
     pairs = stream if cfg.answers else None
-    return Evaluated(stream.name, batches, *byte_lengths(flags, data, ranks), pairs)
+    return Evaluated(stream.name, batches, *byte_lengths(flags, data, stream, ranks), pairs)
 
 
 def evaluate(

@@ -24,6 +24,8 @@ class Tokenizer:
     spec: dict
     vocab_size: int  # V
     eot: int | None  # the id of end-of-text
+    unk: int | None = None  # the id of characters that the vocabulary lacks
+    strips = False  # whether `decode` removes a blank at the beginning, which `encode` has put there
     prefix: list[int] = []  # the ids that other programs put before a text and `encode` leaves out
     token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
     file = ""  # the name of the file that `save` writes
@@ -94,11 +96,14 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of text per token, (V,) int64, for the denominator of bits per byte; 0 for end-of-text."""
+        """Bytes of text per token, (V,) int64, for the denominator of bits per byte; 0 for tokens without a text."""
         lengths = np.array([len(b) for b in self.token_bytes], dtype=np.int64)
-        if self.eot is not None:
-            lengths[self.eot] = 0
+        lengths[[i for i in (self.eot, self.unk, *self.prefix) if i is not None]] = 0
         return lengths
+
+    def lost(self, text: str, ids: np.ndarray) -> int:
+        """The bytes of a text that its ids lack, as those of unknown characters; below 0 if they have more."""
+        return len(_utf8(text)) - int(self.byte_lengths[ids].sum())
 
 
 class CharTokenizer(Tokenizer):

@@ -165,9 +165,10 @@ class Corpus:
                 if self.limit and self.tokens("train") == self.limit:
                     break
                 for split, tokens in arrays.items():
+                    lost = self.out.tokenizer.lost(whole_text(document.text), tokens) if split in SPLITS else 0
                     if self.limit and split == "train":
                         tokens = tokens[: self.limit - self.tokens("train")]
-                    self.out.add(split, tokens, int(split in SPLITS))
+                    self.out.add(split, tokens, int(split in SPLITS), lost)
                 self.specials += self.special in whole_text(document.text)
                 if self.out.unsaved:
                     self.out.save((document.file, document.row, document.number + 1))

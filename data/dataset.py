@@ -6,7 +6,7 @@
 files.py describes the formats of token files. Beside the files lies meta.json:
 
     {"tokenizer": spec, "tokenizer_hash": sha256, "vocab_size": V, "eot": id or null,
-     "splits": {"train": {"tokens": N, "documents": D,
+     "splits": {"train": {"tokens": N, "documents": D, "lost": bytes of the text that the tokens lack,
                           "shards": [{"name", "tokens", "sha256", "max_token"}, ...]}, "val": ...}}
 
 Only `vocab_size` is required, also beside the files of nanoGPT (train.bin and val.bin) and of Megatron (train.bin with
@@ -45,6 +45,7 @@ class TokenStream:
     mask: "TokenStream | None" = None  # of pairs: their marks
     packs: list[np.ndarray] | None = None  # of pairs: the windows of each source that pairs.pack has found
     ends: np.ndarray | None = None  # of pairs: the windows of all sources, int64 (n, 2)
+    lost: float = 0  # bytes of the text that the tokens lack; nan = not known
     hashes: Sequence[str] = ()  # of each source; equal ones have the same shards
 
     def __init__(self, name: str, shards: list[Shard], vocab_size: int, sources: list[tuple] | None = None):
@@ -100,6 +101,8 @@ class DataSet:
                 stream.mask = mask = self._open(name + MASK, N_MARKS)
                 fact = f"has {len(mask)} marks in {name}{MASK} for {len(stream)} tokens in {name}"
                 check(len(mask) == len(stream), self.folder, fact)
+            of_old = 0 if getattr(self.tokenizer, "unk", None) is None else math.nan  # data without this record
+            stream.lost = self.meta.get("splits", {}).get(name, {}).get("lost", of_old)
             records = [find_shards(self.folder, self.meta, each) for each in (name, name + MASK)]
             stream.hashes = [hashlib.sha256(json.dumps([len(stream), records]).encode()).hexdigest()]
         if self.pack:
@@ -116,6 +119,7 @@ class DataSet:
         if self.pairs:
             marks = [shard for stream in streams.values() for shard in stream.mask.shards]
             joint.mask = TokenStream(joint_name + MASK, marks, N_MARKS)
+        joint.lost = sum(stream.lost for stream in streams.values())
         joint.hashes = [each for stream in streams.values() for each in stream.hashes]
         return joint
 
@@ -213,6 +217,7 @@ def read_meta(folder: Path) -> dict:
         known = meta.get("eot") is None or _is_count(meta["eot"], 0, meta["vocab_size"] - 1)
         require(known, "eot must be an id below vocab_size")
         for split in meta.get("splits", {}).values():
+            require(type(split.get("lost", 0)) is int, "lost must be a number of bytes")
             for shard in split["shards"]:
                 name = shard["name"]  # which must not lead out of the folder
                 require(name.isprintable() and Path(name).name == name, f"{name!r} is no file name")

@@ -69,6 +69,9 @@ class HFTokenizer(Tokenizer):
         require("eos_token" in self.special or not named, f"{name} has no end-of-text token; {remedy}")
         self.vocab_size = last + 1
         self.eot = self.vocabulary.get(self.special.get("eos_token"))
+        model = json.loads(content)["model"]
+        if not model.get("byte_fallback"):
+            self.unk = model.get("unk_id", self.vocabulary.get(model.get("unk_token")))
         self.spec = {"kind": "hf", "file": self.file, "vocab_size": last + 1}
         self.spec |= {"sha256": hashlib.sha256(content).hexdigest(), "special": self.special}
 
@@ -77,7 +80,6 @@ class HFTokenizer(Tokenizer):
         self.replaced: list[tuple[str, str]] = []  # texts to replace in every token
         self.letters = False  # whether the letters of a token are bytes
         self.fallback = False  # whether <0x0A> is the byte 10
-        self.strips = False  # whether the blank at the beginning of a text is removed
         remedy = "use a byte-level or SentencePiece-like tokenizer, or bpe:N"
         split = self._encoding.pre_tokenizer
         dropped = split and len("".join(word for word, _ in split.pre_tokenize_str("a b"))) < len("a b")
@@ -153,7 +155,10 @@ class HFTokenizer(Tokenizer):
     @cached_property
     def prefix(self) -> list[int]:
         """The ids, such as Llama's <s>, that transformers puts before a text and `encode` leaves out."""
-        found = self._encoding.encode("a", add_special_tokens=True)
+        try:
+            found = self._encoding.encode("a", add_special_tokens=True)
+        except Exception:  # a vocabulary of words without "a"
+            return []
         plain = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
         return found.ids[:plain]
 

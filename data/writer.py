@@ -11,23 +11,22 @@ import json
 import os
 import re
 import shutil
-import signal
 from contextlib import suppress
 from pathlib import Path
+from signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal
 
 import numpy as np
 
 from data import files
 from data.command import next_command
 from data.dataset import MASK, MOVING
-from data.errors import require
+from data.errors import require, say
 from data.files import HEADER_BYTES, SPLITS, check, display_path, fsync, write_file
 from data.lock import locked
 from data.tokenizer import Tokenizer
 
 PREPARING = ".preparing"  # the folder in a data set's folder for a preparation that is not complete
 SHARD = re.compile(rf"({'|'.join(SPLITS)})({MASK})?_\d{{6}}\.bin")
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # have no effect while files are moved into place
 PROGRESS = "progress.json"  # the file in that folder with the state of a resumable preparation
 
 
@@ -119,12 +118,13 @@ class ShardWriter:
         fsync(self.temporary)
         self.unsaved = False
 
-    def add(self, split: str, tokens: np.ndarray, documents: int = 1) -> None:
-        """Appends the ids (N,) of one or more documents to `split` ("train" or "val"). The caller adds end-of-text ids,
-        and of pairs also the marks, to train_mask and val_mask."""
+    def add(self, split: str, tokens: np.ndarray, documents: int = 1, lost: int = 0) -> None:
+        """Appends the ids (N,) of one or more documents, which lack `lost` bytes of their text, to `split` ("train" or
+        "val"). The caller adds end-of-text ids, and of pairs also the marks, to train_mask and val_mask."""
         assert split.removesuffix(MASK) in SPLITS, split
-        entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "shards": []})
+        entry = self.splits.setdefault(split, {"tokens": 0, "documents": 0, "lost": 0, "shards": []})
         entry["documents"] += documents
+        entry["lost"] += lost
         entry["tokens"] += len(tokens)
         while len(tokens):
             if split not in self.open:
@@ -177,7 +177,7 @@ class ShardWriter:
         self.tokenizer.save(self.temporary)
         write_file(self.temporary / "meta.json", _json(meta))
         write_file(self.temporary / "moving.json", _json(MOVING))
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+        handlers = {number: signal(number, SIG_IGN) for number in (SIGINT, SIGTERM, SIGHUP)}
         try:
             # Several renames are not atomic. Until the last one, meta.json warns that old and new shards may be mixed.
             os.replace(self.temporary / "moving.json", self.folder / "meta.json")
@@ -194,7 +194,7 @@ class ShardWriter:
             fsync(self.folder)
         finally:
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                signal(number, handler)
 
     def documents(self) -> str:
         """The numbers of documents for people: "95 + 5"."""
@@ -202,6 +202,9 @@ class ShardWriter:
 
     def report(self, what: str = "") -> None:
         """Prints `what` and the numbers of tokens, the folder, and the command that trains on them."""
+        lost = sum(each["lost"] + each["documents"] * self.tokenizer.strips for each in self.splits.values())
+        if lost > 0:
+            say(f"warning: {lost:,} bytes of the text are lost: the tokenizer lacks characters, or changes the text")
         tokens = [self.splits[split]["tokens"] for split in SPLITS]
         found = f"{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}"
         print(f"{what}{found}; next: {next_command(self.folder)}")

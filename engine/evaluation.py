@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import DataSet, TokenStream
-from data.errors import data_errors_end_the_run
+from data.errors import data_errors_end_the_run, require
 from data.loader import count_windows, eval_batches
 from data.objective import Objective
 from engine.parallel.ranks import Ranks
@@ -43,10 +43,10 @@ def mean_loss(
         total[0] += sharded.loss(batch) * counted.sum()
         total[1] += counted.sum()
         if token_bytes is not None:
-            total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
+            total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum(dtype=total.dtype)
     nats, tokens, n_bytes = sharded.ranks.sum(total).tolist()
     bits = nats / math.log(2) / n_bytes if n_bytes else None
-    return Loss(nats / tokens if tokens else math.nan, bits, int(tokens), int(n_bytes))
+    return Loss(nats / tokens if tokens else math.nan, bits, int(tokens), round(n_bytes))
 
 
 class Evaluation:
@@ -59,7 +59,7 @@ class Evaluation:
         self.objective = objective
         self.sharded = sharded
         self.streams = streams  # of train and val
-        self.token_bytes, self.why_no_bytes = byte_lengths(cfg, data, sharded.ranks)
+        self.token_bytes, self.why_no_bytes = byte_lengths(cfg, data, streams["val"], sharded.ranks)
 
     def losses(self, stop: StopSignal) -> tuple[Loss | None, Loss | None]:
         """The losses on train and val, over cfg.eval_iters batches of all ranks together; 0 means the whole validation
@@ -83,19 +83,17 @@ class Evaluation:
         return mean_loss(self.sharded, batches, self.token_bytes, stop)
 
 
-def byte_lengths(cfg, data: DataSet, ranks: Ranks) -> tuple[Tensor | None, str]:
-    """((V,) bytes of text of each token, ""), or (None, the reason) on all ranks if one of them cannot know."""
+def byte_lengths(cfg, data: DataSet, stream: TokenStream, ranks: Ranks) -> tuple[Tensor | None, str]:
+    """((V,) bytes that each token stands for, ""), or (None, the reason) on all ranks if one of them cannot know."""
     token_bytes = None
     reason = "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR to a folder that all share"
-    if cfg.objective != "causal":
-        reason = f"objective={cfg.objective} does not predict the whole text"
-    elif data.tokenizer is None:
-        reason = f"{data.folder} has no tokenizer in a meta.json"
-    else:
-        try:
-            token_bytes = torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device)
-        except ValueError as error:
-            reason = error
+    try:
+        require(cfg.objective == "causal", f"objective={cfg.objective} does not predict the whole text")
+        require(data.tokenizer, f"{data.folder} has no tokenizer in a meta.json")
+        require(not math.isnan(stream.lost), f"{stream.name} may lack text; prepare it again, which counts it")
+        token_bytes = torch.from_numpy(data.tokenizer.byte_lengths).to(ranks.device) + stream.lost / len(stream)
+    except ValueError as error:
+        reason = error
     if ranks.sum(torch.tensor(float(token_bytes is None), device=ranks.device)):
         return None, f"no bits per byte: {reason}"
     return token_bytes, ""

@@ -230,8 +230,8 @@ data/pairs.py: In a chat, the line of the assistant's role follows the user's me
   + text += content
   tests/data/test_pairs.py::test_a_chat_has_the_assistants_contents_as_targets
 engine/evaluation.py: Rows that fill the last batch count as text, so bits per byte are too small.
-  - total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
-  + total[2] += token_bytes[targets.clamp(min=0)].sum()
+  - total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum(dtype=total.dtype)
+  + total[2] += token_bytes[targets.clamp(min=0)].sum(dtype=total.dtype)
   tests/commands/test_evaluate.py::test_a_text_of_any_length_equals_a_loop_in_float64
 model.py: The earliest tap of a convolution reaches one token into the document before.
   - row.where(place >= i, 0)

@@ -109,7 +109,8 @@ def main() -> None:
     with ShardWriter(folder, tokenizer) as out:
         for name, text in texts.items():
             split = "val" if name in validation else "train"
-            out.add(split, tokenizer.encode(text))
+            ids = tokenizer.encode(text)
+            out.add(split, ids, lost=tokenizer.lost(text, ids))
             out.add(split, tokenizer.end, documents=0)
     what = ", ".join([f"the library of Python {platform.python_version()}", *packages])
     out.report(f"{what}: {out.documents()} documents, ")

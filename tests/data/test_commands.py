@@ -104,6 +104,7 @@ META = [
     *({"vocab_size": size} for size in (10**18, True, 5.0, -1, None)),
     *({"vocab_size": 5, "eot": eot} for eot in (True, -1, 5)),
     *({"vocab_size": 5, "splits": splits} for splits in ([], {"train": []}, {"train": {"shards": 3}})),
+    {"vocab_size": 5, "splits": {"train": {"shards": [SHARD], "lost": "5"}}},
     *({"vocab_size": 5, "splits": {"train": {"shards": [SHARD | change]}}} for change in (
         {"name": ""}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"}, {"name": None},
         {"tokens": 2}, {"max_token": 5}, {"max_token": None},

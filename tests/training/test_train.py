@@ -237,11 +237,12 @@ def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
     """A table that only some nodes have in their cache."""
     cfg = parse(Config, [*TINY, f"--dataset={tiny_data}"])
     data, _ = train.open_with_objective(cfg)
+    stream = data.split("val")
     with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
-    token_bytes, why_not = evaluation.byte_lengths(cfg, data, with_others)
+    token_bytes, why_not = evaluation.byte_lengths(cfg, data, stream, with_others)
     assert token_bytes is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
     alone = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x)
-    assert evaluation.byte_lengths(cfg, data, alone)[0].sum() == 256
+    assert evaluation.byte_lengths(cfg, data, stream, alone)[0].sum() == 256
 
 
 def test_a_home_folder_is_found(run, tiny_data, tmp_path, monkeypatch):
