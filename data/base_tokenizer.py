@@ -25,6 +25,7 @@ class Tokenizer:
     vocab_size: int  # V
     eot: int | None  # the id of end-of-text
     unk: int | None = None  # the id of characters that the vocabulary lacks
+    keeps = True  # whether the ids of a text have all its characters
     strips = False  # whether `decode` removes a blank at the beginning, which `encode` has put there
     prefix: list[int] = []  # the ids that other programs put before a text and `encode` leaves out
     token_bytes: list[bytes]  # V entries: the UTF-8 bytes of each id
@@ -103,7 +104,9 @@ class Tokenizer:
 
     def lost(self, text: str, ids: np.ndarray) -> int:
         """The bytes of a text that its ids lack, as those of unknown characters; below 0 if they have more."""
-        return len(_utf8(text)) - int(self.byte_lengths[ids].sum())
+        if self.keeps:
+            return 0
+        return len(_utf8(text)) + self.strips - int(self.byte_lengths[ids].sum())
 
 
 class CharTokenizer(Tokenizer):

@@ -101,7 +101,7 @@ class DataSet:
                 stream.mask = mask = self._open(name + MASK, N_MARKS)
                 fact = f"has {len(mask)} marks in {name}{MASK} for {len(stream)} tokens in {name}"
                 check(len(mask) == len(stream), self.folder, fact)
-            of_old = 0 if getattr(self.tokenizer, "unk", None) is None else math.nan  # data without this record
+            of_old = 0 if not self.tokenizer or self.tokenizer.keeps else math.nan  # data without this record
             stream.lost = self.meta.get("splits", {}).get(name, {}).get("lost", of_old)
             records = [find_shards(self.folder, self.meta, each) for each in (name, name + MASK)]
             stream.hashes = [hashlib.sha256(json.dumps([len(stream), records]).encode()).hexdigest()]

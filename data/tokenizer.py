@@ -70,8 +70,8 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = last + 1
         self.eot = self.vocabulary.get(self.special.get("eos_token"))
         model = json.loads(content)["model"]
-        if not model.get("byte_fallback"):
-            self.unk = model.get("unk_id", self.vocabulary.get(model.get("unk_token")))
+        self.unk = model.get("unk_id", self.vocabulary.get(model.get("unk_token")))
+        self.keeps = self.fallback or self.letters and LETTERS.keys() <= self.vocabulary.keys()
         self.spec = {"kind": "hf", "file": self.file, "vocab_size": last + 1}
         self.spec |= {"sha256": hashlib.sha256(content).hexdigest(), "special": self.special}
 

@@ -202,7 +202,7 @@ class ShardWriter:
 
     def report(self, what: str = "") -> None:
         """Prints `what` and the numbers of tokens, the folder, and the command that trains on them."""
-        lost = sum(each["lost"] + each["documents"] * self.tokenizer.strips for each in self.splits.values())
+        lost = sum(each["lost"] for each in self.splits.values())
         if lost > 0:
             say(f"warning: {lost:,} bytes of the text are lost: the tokenizer lacks characters, or changes the text")
         tokens = [self.splits[split]["tokens"] for split in SPLITS]

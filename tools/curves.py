@@ -145,7 +145,6 @@ def draw(cfg: PlotConfig, runs: list[Run]):
 def save(figure, out: Path):
     """Write a Figure into a file, and make its folder. Only a picture that matplotlib has drawn is replaced."""
     kind = out.suffix[1:]
-    known = kind in ("png", "svg", "pdf")  # their files name matplotlib
-    require(known, f"out={out}: pictures have no kind {kind!r}; end it in .png, .svg or .pdf")
+    require(kind in ("png", "svg", "pdf"), f"out={out}: pictures have no kind {kind!r}; end it in .png, .svg or .pdf")
     with new_file(out, b"atplotlib") as file:
         figure.savefig(file, format=kind, dpi=160, transparent=True, bbox_inches="tight")

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data import lock
+from data import files, lock
 from data.dataset import TokenStream
-from data.files import check_own
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
@@ -71,7 +70,7 @@ def check_out_dir(cfg):
     if cfg.init_from == "resume":
         return
     if not (folder / "latest").exists():
-        return check_own((folder / "metrics.jsonl").exists(), folder, "out_dir")
+        return files.check_own((folder / "metrics.jsonl").exists(), folder, "out_dir")
     if may_restart():
         stored = checkpoint.read(folder, lambda _, state: state["flags"])
         auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
