@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import ShardWriter
 from engine import compilation
+from engine.parallel import ranks as parallel
 
 # The same examples in every run, so that a failure belongs to the change before it; --hypothesis-profile=random draws
 # others.
@@ -124,7 +125,9 @@ def in_this_process():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """This process is the third of four ranks, and the others are pretended: collectives do nothing."""
+    """This process is the third of four ranks, and the others are pretended: collectives do nothing, and the first one
+    would say what this one says."""
+    monkeypatch.setattr(parallel, "of_first_rank", lambda action: action())
     init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=2, world_size=4)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):

@@ -197,6 +197,23 @@ def _saved(name: str, entry: dict, sizes: dict[str, int]) -> Saved:
     return saved
 
 
+def divide(index: dict[str, Saved], asked: list[dict[str, tuple]]) -> list[dict[str, Saved]]:
+    """What each rank needs of the index: pieces that overlap the parts, (offsets, sizes), that it asks for by name."""
+    found: list[dict[str, Saved]] = [{} for _ in asked]
+    for name, saved in index.items():
+        pieces = {(tuple(each.offsets), tuple(each.sizes)): [each] for each in saved.pieces}  # of each part
+        there = np.array([(each.offsets, each.sizes) for each in saved.pieces]).T  # (dimensions, 2, pieces)
+        for part in {parts[name] for parts in asked if name in parts} - pieces.keys():  # those of another layout
+            overlap = np.ones(len(saved.pieces), dtype=bool)
+            for a, n, (b, m) in zip(*part, there, strict=False):  # `load` refuses other numbers of dimensions
+                overlap &= (a < b + m) & (b < a + n)
+            pieces[part] = [saved.pieces[i] for i in overlap.nonzero()[0]]
+        for parts, needed in zip(asked, found, strict=True):
+            if name in parts:
+                needed[name] = saved._replace(pieces=pieces[parts[name]])
+    return found
+
+
 def fill(path: Path, name: str, saved: Saved, part: Part):
     """Copy into a part, in place, what the pieces of the saved tensor `name` have of it. Raises Damaged if a piece that
     is read is not the one that was saved."""

@@ -24,7 +24,7 @@ from data.errors import reason, require, say
 from data.files import fsync, read_file, user_path, write_file
 from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_name, step_of, steps_in
-from engine.parallel.ranks import is_first_rank, of_all_ranks, of_first_rank, together
+from engine.parallel.ranks import from_first_rank, is_first_rank, of_first_rank, to_first_rank, together
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old")
 TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
@@ -46,8 +46,7 @@ def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], stat
     file = partial_step / f"rank_{rank}.safetensors"
     try:
         of_first_rank(partial(_begin, partial_step))
-        mine = _share(parts, rank)
-        written = of_all_ranks(together(lambda: contents.write(file, mine)))
+        written = to_first_rank(together(partial(contents.write, file, _share(parts))))
         of_first_rank(partial(_commit, final, written, state | {"step": step}, keep_last))
     except (OSError, ValueError) as error:
         if is_first_rank():
@@ -107,18 +106,12 @@ def read(where: str | Path, action: Callable[[Path, dict], T]) -> T:
     raise OSError(f"{where} is saved to faster than it can be read; give the run that saves a larger --keep_last")
 
 
-def read_index(path: Path, state: dict, average: bool = False) -> dict[str, Saved]:
-    """name -> shape, dtype and pieces of every tensor in the checkpoint with this state. Every rank calls it. With
-    `average`, that of weights (ema_decay) is under their names. Raises Damaged, or ValueError without an average."""
-    index = together(partial(contents.read_index, path, state))
-    if not average:
-        return index
-    averages = {}
-    for name, saved in index.items():
-        if match := re.fullmatch(r"optim\.(.*)\.average", name):
-            averages[f"model.{match[1]}"] = saved
-    require(averages, f"{path} keeps no average of its weights; train with --ema_decay=0.999, for example")
-    return index | averages
+def read_index(path: Path, state: dict, tensors: dict[str, Tensor | Part]) -> dict[str, Saved]:
+    """name -> shape, dtype and pieces of those of the tensors that are in the checkpoint with this state. Every rank
+    calls it. The first one reads the index, and sends each rank the pieces that its parts need. Raises Damaged."""
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
+    asked = to_first_rank({name: (part.offsets, tuple(part.tensor.shape)) for name, part in parts.items()})
+    return from_first_rank(lambda: contents.divide(contents.read_index(path, state), asked))
 
 
 def load(path: Path, tensors: dict[str, Tensor | Part], index: dict[str, Saved], vocab_size: float = math.inf):
@@ -155,16 +148,18 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
     return shape
 
 
-def _share(parts: dict[str, Part], mine: int) -> dict[str, Part]:
-    """Those of the parts that rank `mine` writes; ranks that have the same parts take turns. All ranks call it."""
-    holders = defaultdict(list)
+def _share(parts: dict[str, Part]) -> dict[str, Part]:
+    """Those of the parts that this rank writes; ranks that have the same parts take turns. All ranks call it."""
     # With the shape, because an empty part has the offsets of another one
-    boxes = [(name, part.offsets, part.tensor.shape) for name, part in parts.items()]
-    for rank, held in enumerate(of_all_ranks(boxes)):
-        for box in held:
+    boxes = [repr((name, part.offsets, part.tensor.shape)).encode() for name, part in parts.items()]
+    held = to_first_rank([hashlib.blake2b(box, digest_size=16).digest() for box in boxes])  # shorter than boxes
+    holders = defaultdict(list)
+    for rank, hashes in enumerate(held):
+        for box in hashes:
             holders[box].append(rank)
-    turns = enumerate(holders.items())
-    return {name: parts[name] for turn, ((name, *_), ranks) in turns if ranks[turn % len(ranks)] == mine}
+    writer = {box: ranks[turn % len(ranks)] for turn, (box, ranks) in enumerate(holders.items())}
+    mine = from_first_rank(lambda: [[writer[box] == rank for box in hashes] for rank, hashes in enumerate(held)])
+    return {name: parts[name] for name, turn in zip(parts, mine, strict=True) if turn}
 
 
 def _begin(partial_step: Path):

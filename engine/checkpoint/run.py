@@ -229,7 +229,7 @@ def restore(cfg, stepper: Step) -> dict:
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
-        index = checkpoint.read_index(path, state)
+        index = checkpoint.read_index(path, state, tensors_of(stepper))
         tensors = {name: t for name, t in tensors_of(stepper).items() if name in index or not name.startswith("rng.")}
         checkpoint.load(path, tensors, index, cfg.vocab_size)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks

@@ -104,8 +104,12 @@ def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
         return from_spec(state["tokenizer"], path, "train again")
 
     def fill(sharded: ShardedModel):
-        index = checkpoint.read_index(path, state, average)
-        checkpoint.load(path, parameters(sharded), index, sharded.model.cfg.vocab_size)
+        parts = parameters(sharded)
+        average_of = {name: f"optim.{name[6:]}.average" for name in parts if average}
+        index = checkpoint.read_index(path, state, parts | {other: parts[name] for name, other in average_of.items()})
+        kept = {name: index[other] for name, other in average_of.items() if other in index}
+        require(kept or not average, f"{path} keeps no average of its weights; train with --ema_decay=0.999, say")
+        checkpoint.load(path, parts, index | kept, sharded.model.cfg.vocab_size)
 
     return Weights(path, state["flags"], tokenizer, fill)
 

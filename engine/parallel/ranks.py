@@ -147,12 +147,15 @@ def check_same_flags(cfg):
     """ValueError on every rank if ranks have different flags, of which init_from may come from the files that they see.
     They may name different GPUs."""
     flags = asdict(cfg) | {"device": cfg.device.partition(":")[0]}
-    first, *others = of_all_ranks(flags)
-    for rank, found in enumerate(others, 1):
+    first = of_first_rank(lambda: flags)
+
+    def compare():
         for name, value in first.items():
-            if found.get(name) != value:
-                said = f"{name}={value!r:.200} on rank 0 and {found.get(name)!r:.200} on rank {rank}"
+            if flags.get(name) != value:
+                said = f"{name}={value!r:.200} on rank 0 and {flags.get(name)!r:.200} on rank {dist.get_rank()}"
                 raise ValueError(f"{said}; start all ranks with the same flags, on nodes that see the same files")
+
+    together(compare)
 
 
 def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
@@ -168,7 +171,7 @@ def is_first_rank() -> bool:
 
 
 def of_all_ranks(value: Any) -> list:
-    """The values of all ranks, for every rank."""
+    """The values of all ranks, for every rank. They have to be short, as there may be a thousand."""
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()
@@ -192,8 +195,26 @@ def together(action: Callable):
 
 def of_first_rank(action: Callable):
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
-    result = together(lambda: action() if is_first_rank() else None)
-    return of_all_ranks(result)[0]  # not a broadcast, from which the pretended ranks of a test receive nothing
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return from_first_rank(lambda: [action()] * size)
+
+
+def to_first_rank(value: Any) -> list:
+    """The values of all ranks on the first rank, an empty list on the others."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size() if is_first_rank() else []
+        dist.gather_object(value, values or None)
+    return values
+
+
+def from_first_rank(action: Callable[[], list]) -> Any:
+    """This rank's item of the first rank's list action(). All ranks raise its OSError or ValueError."""
+    values = together(lambda: action() if is_first_rank() else [None])
+    mine = values[:1]
+    if dist.is_initialized():
+        dist.scatter_object_list(mine, values)
+    return mine[0]
 
 
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:

@@ -27,7 +27,7 @@ from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
 from engine.parallel.owners import Part, Weight, local, place
-from engine.parallel.ranks import Ranks, of_all_ranks
+from engine.parallel.ranks import Ranks, of_first_rank, to_first_rank
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Block, LoadBalance, Model, Stack
@@ -259,7 +259,7 @@ class ShardedModel:
     @torch.no_grad()
     def unequal_copies(self) -> str:
         """An error if ranks that hold copies of the same part of a parameter have different ones, otherwise "". Every
-        rank calls it, and sends the sums of its parts' bits."""
+        rank calls it, and sends the first one the sums of its parts' bits."""
         sums = {}
         for name, p in self.model.named_parameters():
             x, offsets, _ = self.part(name, p)
@@ -267,16 +267,18 @@ class ShardedModel:
             sums[name, other_end, offsets, x.shape] = x.view(torch.int32).sum(dtype=torch.int64)
         mine = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))  # one wait for the device
         copies = defaultdict(lambda: defaultdict(list))  # part -> sum -> ranks
-        for rank, found in enumerate(of_all_ranks(mine)):
+        for rank, found in enumerate(to_first_rank(mine)):
             for part, total in found.items():
                 copies[part][total].append(rank)
+        text = ""
         for (name, *_), ranks in copies.items():
             if len(ranks) > 1:
                 few, *_, most = sorted(ranks.values(), key=len)
                 fact = f"copies of {name} differ: those of ranks {few} from that of rank {most[0]}"
                 remedy = "go on from the last checkpoint with --init_from=resume"
-                return f"{fact}; {remedy}, and if they differ again, replace the machines of these ranks"
-        return ""
+                text = f"{fact}; {remedy}, and if they differ again, replace the machines of these ranks"
+                break
+        return of_first_rank(lambda: text)
 
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""

@@ -42,11 +42,11 @@ def save(out_dir, step, tensors, state=None, **options):
 
 
 def load(path, tensors):
-    checkpoint.load(path, tensors, index_of(path))
+    checkpoint.load(path, tensors, checkpoint.read_index(path, checkpoint.read_state(path), tensors))
 
 
 def index_of(path):
-    return checkpoint.read_index(path, checkpoint.read_state(path))
+    return contents.read_index(path, checkpoint.read_state(path))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def put(out_dir, step, **options):
 def value_of(path, state=None, change=lambda path: None):
     """What `put` has saved there; after its index is read, the path changes."""
     state, loaded = state or checkpoint.read_state(path), {"w": torch.zeros(50)}
-    index = checkpoint.read_index(path, state)
+    index = checkpoint.read_index(path, state, loaded)
     change(path)
     checkpoint.load(path, loaded, index)
     assert loaded["w"].tolist() == [state["samples"]] * 50
