@@ -4,12 +4,12 @@ from typing import Any
 
 from flags import setting
 
-# What was retired: a flag -> the value that may be dropped, because it is what the program does now; ... means none.
+# What was retired: a flag -> the value that may be dropped, because it is what the program does now.
 # "flag=value" is a retired choice of a flag that stays -> what to write instead.
 RETIRED_OF_THE_MODEL: dict[str, Any] = {
-    "pool": ...,
-    "wiring": ...,
-    "slot_softmax": ...,
+    "pool": "separate",  # these three made a string of --layer, and with these values its default
+    "wiring": "parallel",
+    "slot_softmax": "own",
     "head_bias": False,
     "embed_norm": False,
     "n_group": 1,

@@ -106,7 +106,7 @@ def read_state(path: Path) -> dict:
     if found != FORMAT:
         remedy = "use the version of this program that wrote it, or train again in another --out_dir"
         raise ValueError(f"checkpoint {path} has format {found}, and this program reads format {FORMAT}; {remedy}")
-    state = {"data": {}, "best_step": 0} | state  # a checkpoint may be older than these keys
+    state = {"norms": [], "data": {}, "best_step": 0} | state  # keys that are newer than format 4 have defaults
     with damage_in(path, "state.json"):
         for key, kind in STATE.items():
             require(key in state, f"{key} is absent")

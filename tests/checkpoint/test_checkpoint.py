@@ -375,7 +375,11 @@ def test_four_ranks_save_any_layout_and_two_and_one_load_it(tmp_path):
     assert on_ranks(2, read, tmp_path) == [[True] * 2 * len(OTHER_LAYOUTS)] * 2
 
 
-ADDED = {"data": {}, "best_step": 0}  # keys that older checkpoints lack
+FIRST = {  # keys of state.json that the first version of format 4 wrote, at commit 76155b6
+    "step", "samples", "skipped", "ranks", "best_val_loss", "flags", "scaler", "tokenizer", "tokenizer_hash",
+    "index_sha256", "format",
+}  # fmt: skip
+ADDED = {"norms": [], "data": {}, "best_step": 0}  # keys that older checkpoints lack, and what they mean without
 COUNTS = ("step", "samples", "skipped", "ranks", "best_step")
 IMPOSSIBLE = {  # key of state.json -> values that no run saves
     **dict.fromkeys(COUNTS, [-1, True, False, 2**43, 2**63, 2**70, "10", 10.0, None]),
@@ -409,8 +413,8 @@ def test_a_state_that_cannot_be_is_refused(tmp_path):
     for key, value in ADDED.items():
         file.write_text(json.dumps({k: v for k, v in json.loads(good).items() if k != key}))
         assert checkpoint.read_state(path)[key] == value
-    needed = IMPOSSIBLE.keys() - ADDED
-    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in needed]
+    assert contents.STATE.keys() | {"format"} == FIRST | ADDED.keys()  # a newer key has a default, or FORMAT is 5
+    texts = [json.dumps({k: v for k, v in json.loads(good).items() if k != key}) for key in FIRST]
     for text in (*texts, "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
         file.write_text(text)
         assert f"{path} is damaged: state.json" in error(checkpoint.read_state, path)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from helpers import edit_state, metrics, state_of
+from helpers import edit_state, losses, metrics, state_of
 from preparing import write_set
+from test_checkpoint import ADDED
 
 from data.dataset import TokenStream
 from data.loader import Loader, order
@@ -136,3 +137,17 @@ def test_a_tokenizer_that_the_data_are_given_later(run):
     edit_state(folder, tokenizer=None, tokenizer_hash=None)
     run(*SHORT, "--max_iters=6", "--init_from=resume")
     assert checkpoint.read_state(checkpoint.find(folder))["tokenizer"]["kind"] == "byte"
+
+
+def test_a_checkpoint_without_the_keys_that_are_newer_than_its_format_resumes(run):
+    """Each alone, and all of them, as the first version of format 4 wrote it. The losses are those of a resume."""
+    before = run("--max_iters=2", *SHORT)
+    expected = None
+    for i, absent in enumerate(([], *([key] for key in ADDED), ADDED)):
+        folder = shutil.copytree(before, before.parent / f"{i}")
+        file = checkpoint.find(folder) / "state.json"
+        state = json.loads(file.read_text())
+        file.write_text(json.dumps({key: state[key] for key in state if key not in absent}))
+        run("--init_from=resume", "--max_iters=4", *SHORT, out=f"{i}")
+        expected = expected or losses(folder)
+        assert losses(folder) == expected

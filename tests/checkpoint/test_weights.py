@@ -195,5 +195,6 @@ def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(command
         edit_state(out, flags=stored | {wrong: value})
         line = refused(command.main, flags, capsys)
         assert f"{wrong}={value} ({out}" in line and "was retired" in line
-    edit_state(out, flags=stored | {"old_idea": 0.5})
+    of_76155b6 = {"pool": "separate", "wiring": "parallel", "slot_softmax": "own"}  # which --layer=c+p replaces
+    edit_state(out, flags=stored | {"old_idea": 0.5} | of_76155b6)
     command.main(flags)
