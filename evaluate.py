@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import parse
 from data.dataset import TokenStream
-from data.errors import command, require, user_errors
+from data.errors import command, fail, require, user_errors
 from data.files import new_file, user_path
 from data.loader import eval_batches
 from data.objective import open_with_objective
@@ -130,6 +130,9 @@ def evaluate(
     part = of_text(cfg, shorter, ranks, found, text) if cfg.file else of_data(cfg, shorter, ranks, found)
     sharded = found.load(replace(shorter, block_size=limit), ranks)  # pairs have settled flags of the model
     loss = mean_loss(sharded, part.batches, part.token_bytes)
+    if not math.isfinite(loss.nats):
+        fact = f"the loss of {found.path} on {part.name} is {loss.nats}, over {loss.targets:,} tokens"
+        fail(f"{fact}; use an earlier checkpoint, or more text", 1)
     figures = {
         "model": str(found.path), "data": part.name, "loss": loss.nats,
         "perplexity": math.inf if loss.nats > 709 else math.exp(loss.nats), "bits_per_byte": loss.bits,

@@ -50,7 +50,7 @@ from engine.parallel.connection import environment, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory, plan
-from engine.step import FIRST, Step, Watch, collect_garbage, tracing
+from engine.step import FIRST, MOST_LEFT_OUT, Step, Watch, collect_garbage, tracing
 from engine.stop_signal import StopSignal
 from ops import wide_stream
 
@@ -223,6 +223,8 @@ class Run:
         if saved or self.step == 0 and not stopping:
             return False
         at_interval = self.cfg.save_interval and self.step % self.cfg.save_interval == 0
+        if self.watch.not_finite:  # perhaps for ever, with these weights
+            at_interval = False
         if stopping or at_interval or self.step == self.cfg.max_iters:
             return True
         return is_best is not None and (is_best or self.cfg.always_save_checkpoint)
@@ -246,14 +248,16 @@ class Run:
         return loss, grad_norm
 
     def check_finite(self):
-        """End the run if a gradient was not finite, so that the weights after it are never saved."""
+        """End the run, before its weights are saved, if a step was not finite, or too many in a row were left out."""
         bad = self.watch.first_bad_step()
         if bad is not None:
             first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
             last = first + self.cfg.samples(bad) - 1
             fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
-            remedy = f"go back to a checkpoint before step {bad}, if there is one, and lower --learning_rate"
-            self.checkpoints.fail(f"{fact}; {remedy}, or leave such steps out with --skip_nonfinite=True")
+            if self.cfg.skip_nonfinite:
+                self.checkpoints.end_before(bad, f"{fact} and in the {MOST_LEFT_OUT - 1} steps after it")
+            remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
+            self.checkpoints.end_before(bad, fact, remedy)
 
     def save(self):
         with self.metrics.paused():

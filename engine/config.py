@@ -54,7 +54,7 @@ class Config(ModelConfig):
     ema_decay: float = 0.0  # [<1] keep an average A = d A + (1 - d) W of the weights, later named ema:RUN; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     # [n_expert>0 and router_balance=bias]
-    skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, instead of stopping
+    skip_nonfinite: bool = False  # leave out a step whose gradient is not finite, and stop only after 50 in a row
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
     # [spike_factor=0 or spike_factor>1]
     # --- schedule

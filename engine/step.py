@@ -20,6 +20,7 @@ from engine import optim
 from engine.metrics import tried
 from engine.parallel.sharded import ShardedModel
 
+MOST_LEFT_OUT = 50  # steps in a row that are not finite, after which the run ends
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
 SMALLEST_SCALE = 2**-14  # of float16's gradients: it begins with 2^16, and each infinite gradient halves it
 FIRST = 5  # steps of this process before the first one in a trace, which compile or connect the ranks
@@ -79,19 +80,25 @@ class Watch:
         self.norms: list[float] = []  # the last ones, which a checkpoint keeps
         if cfg.spike_factor:  # otherwise, those of the checkpoint would grow old
             self.norms = norms
+        self.not_finite = 0  # steps in a row, up to now, that were left out because they were not finite
         self.bad_step = torch.full((), NEVER, device=device)  # on the device, so that the host need not wait for it
 
     def look(self, step: int, finite: Tensor, grad_norm: Tensor) -> str:
         """Why this step is to be left out, "" if it is not. Every rank calls it with the same values."""
         if self.cfg.skip_nonfinite and not finite:
+            self.not_finite += 1
+            if self.not_finite == MOST_LEFT_OUT:
+                self.bad_step.fill_(step + 1 - MOST_LEFT_OUT)
             return "its loss or its gradient is not finite"
+        self.not_finite = 0
         self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
         if not self.cfg.spike_factor:
             return ""
         return self.spike(grad_norm.item())
 
     def first_bad_step(self) -> int | None:
-        """The first step whose loss or gradient was not finite and that was not left out. Waits for the device."""
+        """The first step whose loss or gradient was not finite, if it was not left out, or too many after it were left
+        out as well. Waits for the device."""
         bad = int(self.bad_step)
         return None if bad == NEVER else bad
 

@@ -165,6 +165,11 @@ def write(file: Path, parts: dict[str, Part], metadata: dict[str, str] | None = 
     return entries
 
 
+def finite(x: Tensor) -> bool:
+    """Whether all numbers are finite. Needs no memory; one NaN makes both ends NaN."""
+    return x.numel() == 0 or all(end.isfinite() for end in x.aminmax())
+
+
 def raw(x: Tensor) -> np.ndarray:
     """The bytes of a contiguous tensor on the CPU, which share its memory."""
     return x.flatten().view(torch.uint8).numpy()

@@ -117,7 +117,7 @@ def read_index(path: Path, state: dict, tensors: dict[str, Tensor | Part]) -> di
 def load(path: Path, tensors: dict[str, Tensor | Part], index: dict[str, Saved], vocab_size: float = math.inf):
     """Read the named tensors in place, from a checkpoint of any number of ranks with this index. Every rank calls it.
     Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be more or fewer, see `unpadded`; those
-    that were not saved become 0. ValueError on every rank if a name is absent, its shape or dtype differs, or a weight
+    that were not saved become 0. ValueError on every rank if a name is absent, its shape or dtype differs, or a tensor
     is not finite; Damaged for damaged files."""
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
 
@@ -134,8 +134,8 @@ def load(path: Path, tensors: dict[str, Tensor | Part], index: dict[str, Saved],
             if index[name].shape != part.shape:
                 part.tensor.zero_()
             contents.fill(path, name, index[name], part)
-            finite = not name.startswith("model.") or part.tensor.isfinite().all()
-            require(finite, f"{name} in checkpoint {path} has numbers that are not finite; use an earlier checkpoint")
+            fact = f"{name} in checkpoint {path} has numbers that are not finite"
+            require(contents.finite(part.tensor), f"{fact}; use an earlier checkpoint")
 
     together(check_and_fill)
 

@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a training run, and ends the run if one cannot be written."""
+"""Saves the checkpoints of a training run, and ends the run if one cannot be written or its numbers are not finite."""
 
 import math
 from pathlib import Path
@@ -8,9 +8,10 @@ from torch import Tensor
 
 from data.errors import fail
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.contents import finite, own_part
 from engine.metrics import Silent
 from engine.parallel.owners import Part
-from engine.parallel.ranks import is_first_rank, leave
+from engine.parallel.ranks import is_first_rank, leave, of_all_ranks
 from engine.stop_signal import StopSignal
 
 
@@ -26,9 +27,10 @@ class Checkpoints:
         self.best_step = state["best_step"]  # its step; 0 = one without a checkpoint, or not known
 
     def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
-        """Whether the losses of this step are finite, and its validation loss is now the lowest."""
+        """Whether the validation loss of this step is now the lowest. Losses that are not finite end the run."""
         if not math.isfinite(train_loss) or not math.isfinite(val_loss):
-            return False
+            fact = f"the evaluation at step {step} is not finite: train loss {train_loss}, val loss {val_loss}"
+            self.end_before(step, fact)
         if self.best_loss is not None and val_loss >= self.best_loss:
             return False
         self.best_loss = val_loss
@@ -40,13 +42,14 @@ class Checkpoints:
         if stopped:
             cause = self.stop.name or "a signal to another rank"
             return f"stopped by {cause} with step {self.last_step} saved"
-        if self.best_loss is None:
-            return "done; no evaluation was finite"
         name = checkpoint.named_by(Path(self.cfg.out_dir, "best"))
         return f"done; the best val loss is {self.best_loss:.4f}, of {name or 'step 0'}"
 
     def save(self, step: int, tensors: dict[str, Tensor | Part], state: dict):
-        """Save a checkpoint. If that fails, on all ranks, the run ends."""
+        """Save a checkpoint. If that fails, or a tensor of any rank is not finite, the run ends on all ranks."""
+        bad = next((name for name, x in tensors.items() if not finite(own_part(x).tensor)), "")
+        for name in filter(None, of_all_ranks(bad)):
+            self.end_before(step, f"at step {step}, {name} has numbers that are not finite")
         state = state | {"best_val_loss": self.best_loss, "best_step": self.best_step}
         try:
             checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last)
@@ -59,6 +62,12 @@ class Checkpoints:
                 self.stop.finish()
                 leave()
         self.last_step = step
+
+    def end_before(self, step: int, fact: str, remedy: str = "lower --learning_rate") -> NoReturn:
+        """End the run, which is not finite from this step on, and name the checkpoint from which it can go on."""
+        good = [path for path in checkpoint.steps_in(Path(self.cfg.out_dir)) if checkpoint.step_of(path) < step]
+        way = f"go back to the last good checkpoint, {good[-1]}" if good else "start again, perhaps from other weights"
+        self.fail(f"{fact}; {way}, and {remedy}")
 
     def fail(self, text: str, code: int = 1) -> NoReturn:
         self.metrics.close()

@@ -130,13 +130,8 @@ class Pretrained(Mapping[str, Tensor]):
 
     def _tensor(self, name: str) -> Tensor:
         x = self.stored[name].detach().float()
-        self._require(finite(x), f"{name} holds numbers that are not finite")
+        self._require(contents.finite(x), f"{name} holds numbers that are not finite")
         return x
-
-
-def finite(x: Tensor) -> bool:
-    """Whether all numbers are finite. Needs no memory; one NaN makes both ends NaN."""
-    return all(end.isfinite() for end in x.aminmax())
 
 
 def read_hf(where: str | Path) -> Pretrained:
@@ -237,7 +232,7 @@ def write_hf(
         for each, theirs in to_theirs(family, cfg, config, name, x).items():
             parts[each] = contents.own_part(theirs.to(dtype))
             fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
-            require(finite(parts[each].tensor), f"{fact}; export with --dtype=float32")
+            require(contents.finite(parts[each].tensor), f"{fact}; export with --dtype=float32")
     contents.write(folder / "model.safetensors", parts, {"format": "pt"})
 
 

@@ -10,6 +10,8 @@ import os
 import re
 import resource
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from safetensors.torch import load_file
 import train
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.run import NEW
+from engine.checkpoint.saver import Checkpoints
 from engine.parallel.owners import Part
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -154,10 +158,10 @@ def test_what_is_missing_or_wrong_is_named(tmp_path, tensors):
     assert f"{second} is gone" in text and "damaged" not in text and "delete" not in text
     (tmp_path / "latest").write_bytes(b"../\xff")
     assert checkpoint.find(tmp_path) == first
-    for wrong in (math.nan, -math.inf):
-        path = save(tmp_path, 3, {"model.w": torch.tensor([1.0, wrong])})
-        text = error(load, path, {"model.w": torch.zeros(2)})
-        assert f"model.w in checkpoint {path} has numbers that are not finite; use an earlier" in text
+    for name, wrong in itertools.product(("model.w", "optim.w.exp_avg"), (math.nan, -math.inf)):
+        path = save(tmp_path, 3, {name: torch.tensor([1.0, wrong])})
+        text = error(load, path, {name: torch.zeros(2)})
+        assert f"{name} in checkpoint {path} has numbers that are not finite; use an earlier" in text
 
 
 @pytest.mark.parametrize("name", ["index.json", "rank_0.safetensors"])
@@ -317,6 +321,22 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
     assert [changed, absent] == others and "absent is absent" in absent
     assert "rank_1.safetensors: w: its bytes are not those that were saved" in changed
     load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
+
+
+def test_a_rank_whose_numbers_are_not_finite_ends_all(tmp_path):
+    """And the only checkpoint stays."""
+
+    def work(rank):
+        cfg = SimpleNamespace(out_dir=str(tmp_path / "out"), keep_last=1)
+        keeper = Checkpoints(cfg, None, Mock(), None, NEW)
+        keeper.save(1, {"w": torch.ones(3)}, STATE)
+        bad = math.inf if rank == 1 else 1.0
+        with pytest.raises(SystemExit) as end:
+            keeper.save(2, {"w": torch.tensor([1.0, bad])}, STATE)
+        return end.value.code
+
+    assert on_ranks(2, work, tmp_path) == [1, 1]
+    assert names(tmp_path / "out") == ["latest", step_name(1)]
 
 
 WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of which some of them get nothing

@@ -290,3 +290,14 @@ def test_a_text_needs_a_tokenizer(files, capsys, run):
     evaluate.main(flags)
     out, err = capsys.readouterr()
     assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
+
+
+@pytest.mark.parametrize("nats", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(runs, capsys, monkeypatch, nats):
+    monkeypatch.setattr(evaluate, "mean_loss", lambda *_: Loss(nats, None, 944, 0))
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 1 and not out
+    where = f"{runs / 'causal'}/step_00000006 on "
+    assert err.startswith(f"error: the loss of {where}") and f" is {nats}, over 944 tokens; use an earlier" in err

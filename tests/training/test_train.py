@@ -311,8 +311,8 @@ def test_a_run_that_goes_back_goes_back_to_its_best_checkpoint(run, monkeypatch,
 
 
 def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
-    """`best` moves only to a lower finite loss than any before, those of before a resume included."""
-    val = {0: math.nan, 2: 3.0, 4: 4.0, 6: 3.5, 8: math.inf, 10: 2.5, 12: 2.5}
+    """`best` moves only to a lower loss than any before, those of before a resume included."""
+    val = {0: 9.0, 2: 3.0, 4: 4.0, 6: 3.5, 8: 5.0, 10: 2.5, 12: 2.5}
     steps, seen = script(monkeypatch)
     flags = ["--eval_interval=2", "--keep_last=1"]
     found = []
@@ -326,7 +326,7 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
         assert {path.name for path in folder.glob("step_*")} == kept
         found += [checkpoint.read_state(folder / name)["best_val_loss"] for name in sorted(kept)]
     assert found == [3.0, 3.0, 3.0, 3.0, 2.5, 2.5]
-    steps[:], seen[:] = [math.nan, 3.0, 4.0, 3.5], []
+    steps[:], seen[:] = [9.0, 3.0, 4.0, 3.5], []
     improved = run(*flags, "--max_iters=6", "--always_save_checkpoint=False", out="improved")
     assert sorted(path.name for path in improved.glob("step_*")) == ["step_00000002", "step_00000006"]
 
@@ -347,33 +347,96 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
         assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
 
 
-def test_the_best_checkpoint_has_finite_losses_on_both_splits():
-    keeper = Checkpoints(None, None, None, 0, NEW)
-    assert [keeper.is_best(step, *losses) for step, losses in enumerate([(math.nan, 2.0), (2.0, 3.0)])] == [False, True]
-    assert (keeper.best_loss, keeper.best_step) == (3.0, 1)
+def test_the_losses_of_both_splits_are_finite(tmp_path):
+    keeper = Checkpoints(SimpleNamespace(out_dir=tmp_path), None, Mock(), 0, NEW)
+    for of_train, of_val in ((math.nan, 2.0), (2.0, -math.inf)):
+        with pytest.raises(SystemExit):
+            keeper.is_best(1, of_train, of_val)
+    assert (keeper.best_loss, keeper.best_step) == (None, 0)
 
 
-@pytest.mark.parametrize("bad, saved", [(5, 4), (5, 5), (4, 4)])
-def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, saved):
-    """The last checkpoint is not the best if its own evaluation is not finite."""
+@pytest.mark.parametrize("bad, interval, saved", [(5, 4, [4]), (5, 5, [4, 5]), (3, 4, [])])
+def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, interval, saved):
+    """The last checkpoint may be of the step whose loss is not finite, and then not a good one."""
     plain, calls = model.Model.loss, []
 
     def loss(self, x, targets):
         calls.append(self.training)
-        diverged = sum(calls) >= 2 * bad + self.training  # two micro-batches each
+        diverged = sum(calls) > 2 * bad  # two micro-batches each
         return plain(self, x, targets) * (math.inf if diverged else 1.0)
 
     monkeypatch.setattr(model.Model, "loss", loss)
     with pytest.raises(SystemExit) as stop:
-        run(f"--save_interval={saved}", "--eval_interval=4", out="bad")
+        run(f"--save_interval={interval}", "--eval_interval=4", out="bad")
     assert stop.value.code == 1
-    assert state_of(tmp_path / "bad")["step"] == saved
-    assert all(x.isfinite().all() for x in weights_in(tmp_path / "bad").values())
-    assert (tmp_path / "bad" / "best").exists() == (bad > 4)
+    steps = sorted((tmp_path / "bad").glob("step_*"))
+    assert [state_of(step)["step"] for step in steps] == saved
+    assert all(x.isfinite().all() for step in steps for x in weights_in(step).values())
     message = capsys.readouterr().err
     assert f"step {bad} (samples {8 * bad} to {8 * bad + 7})" in message and "--skip_nonfinite=True" in message
-    assert f"go back to a checkpoint before step {bad}" in message
+    go_back = f"go back to the last good checkpoint, {tmp_path / 'bad' / 'step_00000004'}, and lower"
+    assert (go_back if bad > 4 else "; start again, perhaps from other weights, and lower") in message
     assert "Traceback" not in message and len(message.strip().splitlines()) == 1
+
+
+def ends_badly(run, *flags, capsys) -> str:
+    """The line on stderr with which a run ends, with code 1."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(*flags)
+    message = capsys.readouterr().err
+    assert stop.value.code == 1 and message.startswith("error: ") and len(message.strip().splitlines()) == 1
+    return message
+
+
+def test_a_run_that_leaves_out_fifty_steps_in_a_row_ends(run, monkeypatch, capsys, tmp_path):
+    """None of them is saved, as its weights may be at fault. Step 19, between them, is finite."""
+    plain, calls = model.Model.loss, []
+
+    def loss(self, x, targets):
+        calls.append(self.training)
+        step = (sum(calls) - 1) // 2  # of two micro-batches
+        dead = self.training and step >= 7 and step != 19
+        return plain(self, x, targets) * (math.inf if dead else 1.0)
+
+    monkeypatch.setattr(model.Model, "loss", loss)
+    flags = ["--skip_nonfinite=True", "--save_interval=3", "--keep_last=1", "--eval_interval=0", "--max_iters=99"]
+    message = ends_badly(run, *flags, capsys=capsys)
+    [last] = (tmp_path / "out").glob("step_*")
+    assert last.name == "step_00000006" and metrics(last.parent)[-1]["step"] == 68
+    assert "is not finite at step 20 (samples 160 to 167) and in the 49 steps after it; " in message
+    assert f"; go back to the last good checkpoint, {last}, and lower" in message and "skip_nonf" not in message
+
+
+def test_an_evaluation_that_is_not_finite_ends_the_run(run, monkeypatch, capsys, tmp_path):
+    """Its weights are not saved over good ones. --eval_only=True ends likewise."""
+    losses, _ = script(monkeypatch)
+    losses[:] = [5.0, 3.0, math.nan, math.inf]
+    message = ends_badly(run, "--eval_interval=2", "--max_iters=8", "--keep_last=1", capsys=capsys)
+    assert "the evaluation at step 4 is not finite: train loss" in message and "val loss nan; go back to" in message
+    assert f"go back to the last good checkpoint, {tmp_path / 'out' / 'step_00000002'}, and lower" in message
+    assert state_of(tmp_path / "out")["step"] == 2
+    message = ends_badly(run, "--init_from=resume", "--eval_only=True", capsys=capsys)
+    assert "at step 2 is not finite" in message and "val loss inf; start again" in message
+
+
+@pytest.mark.parametrize("name", ["model.wte.weight", "optim.wte.weight.exp_avg_sq", "optim.wte.weight.average"])
+def test_what_is_not_finite_is_not_saved(run, monkeypatch, capsys, tmp_path, name):
+    """The weights, the state of the optimizer and the average."""
+    plain = train.run_state.tensors_of
+
+    def broken(stepper):
+        tensors = plain(stepper)
+        if tensors["optim.wte.weight.step"].tensor == 4:
+            tensors[name].tensor[3] = math.nan
+        return tensors
+
+    monkeypatch.setattr(train.run_state, "tensors_of", broken)
+    flags = ["--save_interval=2", "--eval_interval=0", "--max_iters=6", "--keep_last=1", "--ema_decay=0.9"]
+    message = ends_badly(run, *flags, capsys=capsys)
+    good = tmp_path / "out" / "step_00000002"
+    assert f"at step 4, {name} has numbers that are not finite; go back to the last good checkpoint, {good}" in message
+    assert [*(tmp_path / "out").glob("*step*")] == [good]
 
 
 def test_a_spike_is_left_out(run, monkeypatch, capsys):
