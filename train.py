@@ -137,7 +137,7 @@ class Run:
         self.skipped = state["skipped"]
         self.watch = Watch(cfg, ranks.device, state["norms"])
         place, changes = run_state.place_in_data(cfg, state, streams["train"], streams["val"])
-        self.notes = [*changes, optim.rescheduled(cfg, state["flags"])]
+        self.notes = [*changes, optim.rescheduled(cfg, state["flags"]), run_state.schedule_of_another(cfg)]
         self.log_interval = cfg.log_interval or (1 if ranks.device.type == "cpu" else 10)  # the host waits for a GPU
 
         cleanup.callback(gc.enable)

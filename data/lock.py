@@ -3,9 +3,9 @@
     with locked("out/x", "out_dir"):
         ...                                 # read and write the folder
 
-The kernel releases the lock of the file .lock, which stays, when the process ends for any reason. It is open for
-writing, as network file systems do not lock a folder. On a file system without locks there is no lock, and a line says
-so.
+The kernel releases the lock of the file .lock when the process ends for any reason. The file stays, unless an error
+ends the process that has made it, such as a start that is refused. It is open for writing, as network file systems do
+not lock a folder. On a file system without locks there is no lock, and a line says so.
 """
 
 import fcntl
@@ -25,15 +25,23 @@ def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None
     """Hold the lock of a folder, which is made if it does not exist. ValueError names the process that holds the lock
     after so many `seconds`, and the folder's `flag`. A holder may be just about to write its name, or to end."""
     folder = user_path(folder)
+    path = folder / ".lock"
+    made = [each for each in (path, *path.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         _lock(file, folder, flag, seconds)
         name = f"{os.getpid()} on {socket.gethostname()}\n".encode()
         with suppress(OSError):  # the disk is full; whatever needs more room reports it
             os.pwrite(file, name, 0)
             os.ftruncate(file, len(name))
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # a folder that is not empty stays
+                for each in made:
+                    each.unlink() if each == path else each.rmdir()
+            raise
     finally:
         os.close(file)
 
@@ -44,7 +52,9 @@ def _lock(file: int, folder: Path, flag: str, seconds: float) -> None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            if os.fstat(file).st_nlink:
+                return
+            raise BlockingIOError  # the run that held it was refused, and has removed the file
         except BlockingIOError:
             if time.monotonic() >= end:
                 holder = os.pread(file, 100, 0).decode(errors="replace").strip()

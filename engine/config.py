@@ -20,7 +20,6 @@ class Config(ModelConfig):
     dataset: str = "pycode"  # folder under data/, or a path; or a mixture by weight, as a:0.7,b:0.3
     batch_size: int = 12  # [>0] sequences per micro-batch
     gradient_accumulation_steps: int = 40  # [>0] [<1048576] micro-batches of one step, over all ranks
-    batch_ramp: str = ""  # micro-batches of the first steps: 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
     pairs: bool | Literal["auto"] = "auto"  # [data] learn the targets of pairs alone; auto = if data have any
     corrupt_ratio: float = 0.15  # [data] [>0] [<1] [objective!=causal] share of the tokens that are to be restored
     span_length: float = 3.0  # [data] [>=1] [objective=seq2seq] mean length of the spans that seq2seq restores
@@ -29,7 +28,6 @@ class Config(ModelConfig):
     out_dir: str = "out"  # folder of checkpoints, metrics and the resolved flags (config.py; earlier: config_STEP.py)
     init_from: str = "scratch"  # scratch, resume (out_dir's latest), checkpoint:RUN, ema:RUN, hf:DIR or nanogpt:FILE
     seed: int = 1337  # [data] for initial weights, the order of the data and dropout
-    max_iters: int = 600000  # [>0] optimizer steps
     eval_interval: int = 2000  # steps between evaluations, 0 = only at the end
     eval_iters: int = 200  # batches per evaluation, 0 = the whole validation set (and at most 100 of the training set)
     eval_only: bool = False  # evaluate once and stop
@@ -43,14 +41,11 @@ class Config(ModelConfig):
     profile_steps: int = 0  # [eval_only=False] trace so many steps of a session, after five, in out_dir/trace.json
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # adamw for everything; muon for hidden matrices, AdamW for the rest
-    learning_rate: float = 6e-4  # highest learning rate; of Muon's matrices it is muon_lr
     weight_decay: float = 0.1  # on matrices only
     beta1: float = 0.9  # [<1] decay of the mean gradient; of Muon's matrices it is muon_momentum
     beta2: float = 0.95  # [<1] decay of the mean squared gradient
     grad_clip: float = 1.0  # largest norm of the gradient, 0 = off
-    muon_lr: float = 0.02  # [optimizer=muon] Muon's highest learning rate
     muon_momentum: float = 0.95  # [<1] [optimizer=muon] Muon's decay of the mean gradient
-    conv_lr: float = 0.0  # [conv>0] highest learning rate of the taps of convolutions, 0 = learning_rate
     ema_decay: float = 0.0  # [<1] keep an average A = d A + (1 - d) W of the weights, later named ema:RUN; 0 = none
     balance_rate: float = 0.001  # step of the biases of experts that are read too rarely or too often
     # [n_expert>0 and router_balance=bias]
@@ -58,6 +53,11 @@ class Config(ModelConfig):
     spike_factor: float = 0.0  # leave out a step whose gradient norm is above so many times the recent median, 0 = off
     # [spike_factor=0 or spike_factor>1]
     # --- schedule
+    max_iters: int = 600000  # [>0] optimizer steps
+    batch_ramp: str = ""  # micro-batches of the first steps: 8:1000,16:2000 = 8 before step 1000, then 16 before 2000
+    learning_rate: float = 6e-4  # highest learning rate; of Muon's matrices it is muon_lr
+    muon_lr: float = 0.02  # [optimizer=muon] Muon's highest learning rate
+    conv_lr: float = 0.0  # [conv>0] highest learning rate of the taps of convolutions, 0 = learning_rate
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # after the warmup; wsd = constant, then linear to min_lr
     warmup_iters: int = 2000  # steps over which the learning rate rises from 0
     lr_decay_iters: int = 0  # [schedule!=constant] step at which the learning rate reaches min_lr, 0 = max_iters

@@ -26,7 +26,7 @@ from engine.parallel.owners import Part
 from engine.parallel.ranks import of_all_ranks, of_first_rank, together
 from engine.parallel.sharded import ShardedModel
 from engine.step import Step
-from flags import flags_of_data, unused
+from flags import documented, flags_of_data, refuse, setting, unused
 from model import Model, ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
@@ -60,10 +60,13 @@ def check_shared(out_dir: str):
 def check_out_dir(cfg):
     """ValueError if out_dir is of another kind, or holds the checkpoints of a run. If they have the flags of this one,
     and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume."""
-    if cfg.eval_only:
-        return
     folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
+    if cfg.eval_only:
+        if cfg.init_from == "scratch" and (checkpoint.steps_in(folder) or (folder / "state.json").exists()):
+            fact = f"would evaluate random weights, and {where} holds trained ones"
+            refuse(cfg, "eval_only", f"{fact}; set --init_from=resume")
+        return
     if folder.is_file() or (folder / "state.json").exists():
         remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
@@ -100,6 +103,16 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
     else:
         return {}, ""
     return {name: value for name, value in stored.items() if name not in left_out}, str(path)
+
+
+def schedule_of_another(cfg) -> str:
+    """A line that names the flags of the schedule which a new run has from the one in init_from, "" without any."""
+    names = {name for name, flag in documented(type(cfg)).items() if flag.section == "schedule"} - cfg.sources.keys()
+    changed = [name for name in names if getattr(cfg, name) != getattr(type(cfg), name)]
+    found = [setting(name, getattr(cfg, name), "") for name in sorted(changed)]
+    if cfg.init_from == "resume" or not found:
+        return ""
+    return f"the schedule takes {', '.join(found)} from {cfg.init_from}; set what is to differ"
 
 
 def check_same_model(cfg, flags: dict, path: Path):

@@ -45,6 +45,44 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
     assert train.join is join and losses(folder) == losses(run("--max_iters=6", out="alone"))
 
 
+def test_a_refused_start_leaves_nothing(run, tiny_data, tmp_path, capsys):
+    """Neither its lock nor a folder that it has made; what was there stays."""
+    late = ["--max_iters=2", "--warmup_iters=1", "--vocab_size=9"]  # which only the data refuse
+    (tmp_path / "old" / "empty").mkdir(parents=True)
+    (tmp_path / "old" / "mine").write_text("mine")
+    base = [*TINY, f"--dataset={tiny_data}"]
+    for out in ("new/deep/run", "old", "old/empty", "old/empty/new"):
+        for flags in (late, ["--init_from=resume"], [f"--init_from=hf:{tiny_data}"]):
+            refused(train.main, [*base, *flags, f"--out_dir={tmp_path / out}"], capsys)
+        assert not (tmp_path / "new").exists()
+        assert sorted(path.name for path in (tmp_path / "old").rglob("*")) == ["empty", "mine"]
+    folder = run("--max_iters=2", "--warmup_iters=1")
+    refused(lambda flags: run(*flags), ["--max_iters=2"], capsys, ["already holds a run"])
+    assert (folder / ".lock").exists()
+
+
+def test_a_lock_that_its_holder_removes_is_nobodys(tmp_path):
+    """A second run that waits for it meanwhile is refused, so that no third one runs beside it."""
+    made = []
+
+    def fail(lock):
+        time.sleep(0.1)
+        lock.__exit__(*made)
+
+    try:
+        raise ValueError("refused")
+    except ValueError as error:
+        made[:] = ValueError, error, error.__traceback__
+    first = locked(str(tmp_path / "out"))
+    first.__enter__()
+    thread = threading.Thread(target=fail, args=[first])
+    thread.start()
+    with pytest.raises(ValueError, match="belongs to process"), locked(str(tmp_path / "out")):
+        pass
+    thread.join()
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flag in ("--out_dir=s3://b/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run", "--out_dir=a\0b"):

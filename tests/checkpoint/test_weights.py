@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import IN_FLOAT64, TINY, distance, edit_state, holds_files, losses, metrics, refused, state_of, weights_in
+from helpers import IN_FLOAT64, TINY, distance, edit_state, losses, metrics, refused, state_of, weights_in
 from preparing import write_text
 from ranks import launch, train_runs
 
@@ -32,6 +32,20 @@ def source(tiny_data, tmp_path_factory):
     flags = [*TINY, *ROPE, "--max_iters=10", f"--dataset={tiny_data}", f"--out_dir={folder / 'run'}", "--dropout=0.1"]
     launch(1, train_runs, folder, [flags])
     return folder / "run"
+
+
+def test_the_flags_of_the_schedule_that_come_along_are_named(source, tmp_path, capsys):
+    """All of them, but those that are set, those that have their defaults, and those of a resume."""
+    train.main([f"--init_from=checkpoint:{source}", "--max_iters=2", "--lr_decay_iters=2", f"--out_dir={tmp_path}"])
+    expected = f"the schedule takes learning_rate=0.01, warmup_iters=5 from checkpoint:{source}; set"
+    assert expected in capsys.readouterr().out
+    edit_state(tmp_path, flags=state_of(tmp_path)["flags"] | {"batch_ramp": "1:3", "lr_decay_iters": 9})
+    train.main(["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=3"])
+    assert "the schedule takes" not in capsys.readouterr().out
+    flags = ["--max_iters=1", "--warmup_iters=0"]
+    train.main([f"--init_from=checkpoint:{tmp_path}", *flags, f"--out_dir={tmp_path / 'b'}"])
+    expected = "the schedule takes batch_ramp='1:3', learning_rate=0.01, lr_decay_iters=9 from "
+    assert expected in capsys.readouterr().out
 
 
 def test_it_is_a_new_run_with_these_weights(run, source, tmp_path, monkeypatch):
@@ -131,7 +145,7 @@ def test_flags_that_need_other_weights_are_named(old, new, more, source, tmp_pat
     base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     line = refused(train.main, [*base, *(f"--{flag}" for flag in (new, *more))], capsys)
     assert re.search(f"of a model with .*{old}.* do not fit .*{new}.*; leave", line) and "dropout" not in line
-    assert not holds_files(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_in_every_layout(run, many):
@@ -169,7 +183,7 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     refused(train.main, [*new, f"--init_from=ema:{source}"], capsys, ["keeps no average of its weights; train with"])
     assert "no directory" in refused(train.main, [*new, f"--init_from=checkpoint:{tmp_path / 'absent'}"], capsys)
     assert "no checkpoint in" in refused(train.main, [*new, f"--init_from=checkpoint:{tiny_data}"], capsys)
-    assert not holds_files(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_flag_that_has_no_effect_today_does_not_hinder_a_resume(run):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, TINY, gone, holds_files, losses, metrics, refused, until
+from helpers import ROOT, TINY, gone, losses, metrics, refused, until
 from ranks import begin, start
 from test_imports import MODULE, imports
 
@@ -111,7 +111,8 @@ def test_wrong_options(fake, monkeypatch, capfd):
         (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["parameters are", "leave n_embd out"]),
     ):
         refused(main, fake.line(*flags, runs=()), capfd, words)
-    assert not holds_files(fake.out)
+    assert not fake.out.exists()
+    fake.out.mkdir()
     (fake.out / "meta.json").touch()
     assert "meta.json was not written by this command; " in refused(main, fake.line(), capfd)
     (fake.out / "meta.json").unlink()

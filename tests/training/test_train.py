@@ -331,7 +331,7 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
     assert sorted(path.name for path in improved.glob("step_*")) == ["step_00000002", "step_00000006"]
 
 
-def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
+def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(compilation, "works", lambda ranks: ranks.compile)  # which takes seconds
     monkeypatch.setattr(model.Block, "compile", lambda *_, **__: None)
     before = losses(folder := run("--max_iters=2"))
@@ -339,8 +339,11 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch):
     said = re.search(r"step 2: [^(]*\d", capsys.readouterr().out)[0]
     run("--init_from=resume", "--eval_only=True")
     assert capsys.readouterr().out.strip() == said
-    run("--init_from=scratch", "--eval_only=True")
-    assert "step 0: " in capsys.readouterr().out
+    for where in (folder, folder / "step_00000002"):
+        line = refused(lambda flags: run(*flags), ["--eval_only=True", f"--out_dir={where}"], capsys)
+        assert "eval_only=True (command line)" in line and "random weights" in line and "--init_from=resume" in line
+    run("--eval_only=True", out="new")
+    assert "step 0: " in capsys.readouterr().out and not (tmp_path / "new").exists()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
     for compiled in (False, True):
         run("--init_from=resume", "--max_iters=2", f"--compile={compiled}")
