@@ -131,8 +131,7 @@ def evaluate(
     sharded = found.load(replace(shorter, block_size=limit), ranks)  # pairs have settled flags of the model
     loss = mean_loss(sharded, part.batches, part.token_bytes)
     if not math.isfinite(loss.nats):
-        fact = f"the loss of {found.path} on {part.name} is {loss.nats}, over {loss.targets:,} tokens"
-        fail(f"{fact}; use an earlier checkpoint, or more text", 1)
+        fail(f"the loss of {found.path} is {loss.nats}, over {loss.targets:,} tokens; use an earlier checkpoint", 1)
     figures = {
         "model": str(found.path), "data": part.name, "loss": loss.nats,
         "perplexity": math.inf if loss.nats > 709 else math.exp(loss.nats), "bits_per_byte": loss.bits,

@@ -254,10 +254,10 @@ class Run:
             first = self.samples - sum(map(self.cfg.samples, range(bad, self.step)))  # self.samples begins self.step
             last = first + self.cfg.samples(bad) - 1
             fact = f"the loss or its gradient is not finite at step {bad} (samples {first} to {last})"
+            remedy = "leave such steps out with --skip_nonfinite=True, or lower --learning_rate"
             if self.cfg.skip_nonfinite:
-                self.checkpoints.end_before(bad, f"{fact} and in the {MOST_LEFT_OUT - 1} steps after it")
-            remedy = "lower --learning_rate, or leave such steps out with --skip_nonfinite=True"
-            self.checkpoints.end_before(bad, fact, remedy)
+                remedy = f"nor is it in the {MOST_LEFT_OUT - 1} steps after it; lower --learning_rate"
+            self.checkpoints.fail(f"{fact}; {remedy}", before=bad)
 
     def save(self):
         with self.metrics.paused():

@@ -25,10 +25,9 @@ def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None
     """Hold the lock of a folder, which is made if it does not exist. ValueError names the process that holds the lock
     after so many `seconds`, and the folder's `flag`. A holder may be just about to write its name, or to end."""
     folder = user_path(folder)
-    path = folder / ".lock"
-    made = [each for each in (path, *path.parents) if not each.exists()]
+    made = [path for path in (folder / ".lock", folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         _lock(file, folder, flag, seconds)
         name = f"{os.getpid()} on {socket.gethostname()}\n".encode()
@@ -39,8 +38,8 @@ def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None
             yield
         except BaseException:
             with suppress(OSError):  # a folder that is not empty stays
-                for each in made:
-                    each.unlink() if each == path else each.rmdir()
+                for path in made:
+                    path.rmdir() if path.is_dir() else path.unlink()
             raise
     finally:
         os.close(file)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flags import setting
+from flags import LayerFlags, setting
 
 # What was retired: a flag -> the value that may be dropped, because it is what the program does now.
 # "flag=value" is a retired choice of a flag that stays -> what to write instead.
@@ -29,12 +29,6 @@ RETIRED_OF_THE_MODEL: dict[str, Any] = {
     "router_balance=loss": "router_balance=bias, or none",
 }
 RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
-    "num_beams": 1,
-    "length_penalty": 1.0,
-    "tasks": "",
-    "score": "",
-    "overflow": "recompute",
-    "limit": 0,
     "spike_action": "skip",
     "log_ranks": False,
     "z_loss": 0.0,
@@ -45,7 +39,6 @@ RETIRED: dict[str, Any] = RETIRED_OF_THE_MODEL | {
     "fp8": False,
     "target_flops": 0.0,
     "target_ratio": 0.0,
-    "which": "latest",
 }
 CHANGED_NO_NUMBER = {  # dropped from checkpoints
     "async_checkpoint", "fsdp_offload", "log_ranks", "on_save_error", "target_flops", "target_ratio",
@@ -54,14 +47,14 @@ CHANGED_NO_NUMBER = {  # dropped from checkpoints
 
 def is_retired(cls: type, name: str, value: Any, place: str) -> bool:
     """Whether this setting is of a retired flag and may be dropped. ValueError if it is not what the program does now,
-    or if it is a retired choice."""
+    if `cls` has no flags of a model, of which there are no files, or if it is a retired choice."""
     choice = f"{name}={value}"
     if choice in RETIRED:
         why = f"this choice was retired; use {RETIRED[choice]}, or an older version of this program"
         raise ValueError(f"{setting(name, value, place)}: {why}")
     if name in cls.__dataclass_fields__ or name not in RETIRED:
         return False
-    if value != RETIRED[name]:
+    if value != RETIRED[name] or not issubclass(cls, LayerFlags):
         why = "this flag was retired; leave it out, or use an older version of this program"
         raise ValueError(f"{setting(name, value, place)}: {why}")
     return True

@@ -97,8 +97,7 @@ class Watch:
         return self.spike(grad_norm.item())
 
     def first_bad_step(self) -> int | None:
-        """The first step whose loss or gradient was not finite, if it was not left out, or too many after it were left
-        out as well. Waits for the device."""
+        """The first step that was not finite and not left out, or the first of 50 that were. Waits for the device."""
         bad = int(self.bad_step)
         return None if bad == NEVER else bad
 

@@ -29,8 +29,8 @@ class Checkpoints:
     def is_best(self, step: int, train_loss: float, val_loss: float) -> bool:
         """Whether the validation loss of this step is now the lowest. Losses that are not finite end the run."""
         if not math.isfinite(train_loss) or not math.isfinite(val_loss):
-            fact = f"the evaluation at step {step} is not finite: train loss {train_loss}, val loss {val_loss}"
-            self.end_before(step, fact)
+            losses = f"train loss {train_loss}, val loss {val_loss}"
+            self.fail(f"the evaluation at step {step} is not finite: {losses}; lower --learning_rate", before=step)
         if self.best_loss is not None and val_loss >= self.best_loss:
             return False
         self.best_loss = val_loss
@@ -49,7 +49,7 @@ class Checkpoints:
         """Save a checkpoint. If that fails, or a tensor of any rank is not finite, the run ends on all ranks."""
         bad = next((name for name, x in tensors.items() if not finite(own_part(x).tensor)), "")
         for name in filter(None, of_all_ranks(bad)):
-            self.end_before(step, f"at step {step}, {name} has numbers that are not finite")
+            self.fail(f"at step {step}, {name} has numbers that are not finite; lower --learning_rate", before=step)
         state = state | {"best_val_loss": self.best_loss, "best_step": self.best_step}
         try:
             checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last)
@@ -63,12 +63,10 @@ class Checkpoints:
                 leave()
         self.last_step = step
 
-    def end_before(self, step: int, fact: str, remedy: str = "lower --learning_rate") -> NoReturn:
-        """End the run, which is not finite from this step on, and name the checkpoint from which it can go on."""
-        good = [path for path in checkpoint.steps_in(Path(self.cfg.out_dir)) if checkpoint.step_of(path) < step]
-        way = f"go back to the last good checkpoint, {good[-1]}" if good else "start again, perhaps from other weights"
-        self.fail(f"{fact}; {way}, and {remedy}")
-
-    def fail(self, text: str, code: int = 1) -> NoReturn:
+    def fail(self, text: str, code: int = 1, before: int = 0) -> NoReturn:
+        """End the run with this line. It names the last checkpoint before the step `before`, if that was not finite."""
+        good = [path for path in checkpoint.steps_in(Path(self.cfg.out_dir)) if checkpoint.step_of(path) < before]
+        if good:
+            text += f", and go back to the last good checkpoint, {good[-1]}"
         self.metrics.close()
         fail(text, code)

@@ -299,5 +299,12 @@ def test_a_loss_that_is_not_finite(runs, capsys, monkeypatch, nats):
         evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
     out, err = capsys.readouterr()
     assert stop.value.code == 1 and not out
-    where = f"{runs / 'causal'}/step_00000006 on "
-    assert err.startswith(f"error: the loss of {where}") and f" is {nats}, over 944 tokens; use an earlier" in err
+    fact = f"error: the loss of {runs / 'causal'}/step_00000006 is {nats}, over 944 tokens"
+    assert err == f"{fact}; use an earlier checkpoint\n"
+
+
+@pytest.mark.parametrize("command", [evaluate, sample])
+def test_retired_flags_of_a_training_are_none_of_these_commands(command, runs, capsys):
+    for flag in ("attn_gate=none", "fp8=False"):
+        line = refused(command.main, [f"--out_dir={runs / 'causal'}", f"--{flag}"], capsys)
+        assert f"{flag} (command line): this flag was retired; leave it out" in line

@@ -494,7 +494,7 @@ def test_a_refused_export_leaves_nothing(trained, tmp_path, monkeypatch, capsys)
         (trained, tmp_path / "link", [], "is there already"),
         (tmp_path, tmp_path / "new", [], "no checkpoint in"),
         (step / "best", tmp_path / "new", [], "no checkpoint in"),
-        (trained, tmp_path / "new", ["--which=best"], "which=best (command line): this flag was retired"),
+        (trained, tmp_path / "new", ["--which=best"], "which=best (command line): no such flag"),
         (trained, tmp_path / "no" / "out", [], f"there is no folder {tmp_path}/no; make it"),
     ):
         refused(commands.main, ["export", run, where, *flags], capsys, [words])
