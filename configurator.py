@@ -32,7 +32,7 @@ import torch
 from data.errors import require
 from engine.help import alternatives, choices, usage
 from engine.retired import CHANGED_NO_NUMBER, is_retired
-from flags import Flags, check_limits, documented, refuse_unused, rests_on, setting, unused
+from flags import UNSET, Flags, check_limits, documented, holds, refuse_unused, rests_on, setting, unused
 from model import Model, ModelConfig
 
 T = TypeVar("T")
@@ -114,27 +114,35 @@ def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
 
 def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | None = None, origin: str = "") -> T:
     """The second half of parse: the flags `given`, then those `stored` at the place `origin`, such as a checkpoint's,
-    then the defaults of `cls`. A flag that the others do not use has its default: a stored one always, one of a file
-    if the command line is the reason. Any other is refused."""
+    then the defaults of `cls`. A flag that the others do not use is left out: a stored one always, one of a file, with
+    a line in `left_out`, if the command line is the reason or its rule allows that. Any other is refused."""
     kept = {name: value for name, value in (stored or {}).items() if name not in CHANGED_NO_NUMBER}
     defaults = typed(cls, [Setting(name, value, origin) for name, value in kept.items()])
     values = {name: each.value for name, each in (defaults | given).items()}
     sources = {name: each.place for name, each in given.items()}
     cfg = cls.__new__(cls)  # first without its own check
-    vars(cfg).update(values, sources=sources)
+    vars(cfg).update(values, sources=sources, left_out=[])
     if isinstance(cfg, Flags):
         check_limits(cfg)  # facts count layers
-    overruled = set()  # by the command line
+    overruled = set()  # by the command line, or by a rule for files
     while without_effect := [name for name in unused(cfg) if name in values]:
         for name in without_effect:
-            others = rests_on(cfg, documented(cls)[name].rules)
-            if any(other in overruled or sources.get(other) == COMMAND_LINE for other in others):
+            rules = [rule for rule in documented(cls)[name].rules if not holds(cfg, rule)]
+            others = rests_on(cfg, rules)
+            by_user = any(other in overruled or sources.get(other) == COMMAND_LINE for other in others)
+            if by_user or all(UNSET in rule for rule in rules):
                 overruled.add(name)
             if name in sources and (sources[name] == COMMAND_LINE or name not in overruled):
                 refuse_unused(cfg, name)
+            if name in sources:
+                beside = ", ".join(f"{other}={getattr(cfg, other)}" for other in others if other != name)
+                cfg.left_out.append(f"{setting(*given[name])} is left out, as it does not go with {beside}")
         for name in without_effect:
             del values[name]
             delattr(cfg, name)  # beside the default, other flags may have no effect
+            if sources.pop(name, None) and name in defaults:
+                values[name] = defaults[name].value
+                setattr(cfg, name, values[name])
     cfg.__init__(**values)
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)

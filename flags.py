@@ -8,8 +8,9 @@ continues it. The rules of a flag all hold, or it is refused:
     [data]          no rule: the flag changes what is learnt from the data, so a model is evaluated with its value
 
 A rule has terms, joined by `and` and `or`: name=value|value and name!=value, where a value may hold a * as file names
-do, name>number, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that
-the dataclass does not have is no obstacle.
+do, name>number or name>flag, where a text counts its letters, name=unset if neither a file nor the command line sets
+it, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that the dataclass
+does not have is no obstacle. A flag of a file is left out if it only lacks an effect and its rule has a name=unset.
 """
 
 import inspect
@@ -26,6 +27,7 @@ LIMIT = 2**31  # of every number without a rule such as [<1]
 LONGEST = 100  # characters of a flag and its value in an error
 MOST = 1000  # characters of a layer's string
 TERM = re.compile(r"(\w*)(>=|<=|!=|=|>|<)?(.*)")
+UNSET = "=unset"  # in a rule that checkpoints need not obey
 COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -43,6 +45,7 @@ class Flags:
     """The base class of a dataclass of flags. ValueError names a flag that breaks a rule of its comment."""
 
     sources = {}  # flag -> where it was set, such as config/x.py:3, if the configurator did
+    left_out = []  # a line for each flag of a file that the configurator has left out
 
     def __post_init__(self):
         check_limits(self)
@@ -96,8 +99,7 @@ def unused(cfg: Flags) -> list[str]:
 
 def rests_on(cfg: Flags, rules: list[str]) -> list[str]:
     """The flags that decide whether these rules hold. Facts follow from block and from its layers."""
-    terms = re.split(" and | or ", " and ".join(rules))
-    names = [TERM.fullmatch(term)[1] for term in terms]
+    names = re.findall(r"(?<![^ <>])\w+|(?<=[<>]=)\w+", " ".join(rules))  # no values, which stand behind = and |
     if any(fact(type(cfg), name) for name in names):
         names += ["block", "layer" if cfg.block == "superblock" else "n_dense_layer"]
     return [name for name in dict.fromkeys(names) if name in cfg.__dataclass_fields__]
@@ -111,6 +113,7 @@ def fact(cls: type, name: str) -> str | None:
 
 def in_words(cls: type, rule: str) -> str:
     """The rule, with the words of its facts in quotes."""
+    rule = re.sub(rf" or \w+{UNSET}", "", rule)
     for name in re.findall(r"\w+", rule):
         if words := fact(cls, name):
             rule = re.sub(rf"\b{name}\b", f"'{words}'", rule)
@@ -125,11 +128,14 @@ def term_holds(cfg: Flags, term: str) -> bool:
     name, sign, value = TERM.fullmatch(term).groups()
     if not hasattr(cfg, name):
         return True
+    if term.endswith(UNSET):
+        return name not in getattr(cfg, "sources", {})
     found = getattr(cfg, name)
     if sign is None:
         return found
     if sign in COMPARED:
-        return COMPARED[sign](found, float(value))
+        number = len(found) if isinstance(found, str) else found
+        return COMPARED[sign](number, float(getattr(cfg, value, value)))
     text = f"{found:g}" if isinstance(found, float) else str(found)
     found_there = any(fnmatchcase(text, pattern.strip("'")) for pattern in value.split("|"))
     return found_there == (sign == "=")
@@ -163,7 +169,7 @@ def read_source(owner: type) -> dict[str, Flag]:
             name = begins[1]
             docs[name] = comment
             sections[name] = section
-        elif name and comment and (code.strip() or comment.startswith("[")):
+        elif name and comment and (code.strip() or comment.startswith("[") or docs[name].endswith(" or")):
             docs[name] = f"{docs[name]} {comment}".strip()
     return {name: flag_of(sections[name], doc) for name, doc in docs.items()}
 

@@ -89,7 +89,9 @@ class ModelConfig(LayerFlags):
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
     value_embedding: bool = False  # [block!=simplified*] [has_even_c] a token adds a vector to v in layers 0, 2, ...
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
+    # [window<block_size or window=unset]
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
+    # [window_pattern<=n_layer or window_pattern<=n_encoder_layer or window_pattern=unset]
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # [dtype!=float32]
@@ -98,6 +100,9 @@ class ModelConfig(LayerFlags):
     rope_theta: float = 10000.0  # [>0] [pos=rope] base of RoPE's wavelengths (arXiv:2104.09864)
     rope_scaling: str = ""  # [pos=rope] linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW
     pos_pattern: str = ""  # [pos_pattern='' or pos=rope|alibi] per layer: G as above, L by rope_theta_local, N none
+    # [pos_pattern<=n_layer or pos_pattern<=n_encoder_layer or pos_pattern=unset]
+    # [pos_pattern!=*L* or pos_pattern=*N* or rope_scaling!='' or
+    # rope_theta<rope_theta_local or rope_theta>rope_theta_local or pos_pattern=unset]
     rope_theta_local: float = 10000.0  # [>0] [pos_pattern=*L*] RoPE's base in layers L, not scaled (Gemma 3)
     # --- model: objective
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: both (T5)

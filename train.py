@@ -65,6 +65,9 @@ def main(argv: list[str] | None = None):
             chosen = asdict(Config()) | {name: setting.value for name, setting in given.items()}
             stored, origin = run_state.stored_flags(cleanup, chosen)
             cfg = resolve(Config, given, stored, origin)
+            if os.environ.get("RANK", "0") == "0":
+                for line in cfg.left_out:
+                    print(line)
             if cfg.plan:
                 if cfg.vocab_size == 0:
                     open_with_objective(cfg)  # which settles it

@@ -298,6 +298,55 @@ def test_a_flag_of_a_file_that_the_command_line_leaves_without_effect_has_its_de
             parse(Config, flags)
 
 
+ENCODER = {"objective": "seq2seq", "n_encoder_layer": 5}
+IDLE = [  # a flag, a value that has no effect beside others, and a similar one that has
+    ("window", 64, {"block_size": 64}, 63),
+    ("window", 100, {"block_size": 64}, 1),
+    ("window_pattern", "SSSL", {"window": 5, "n_layer": 3}, "SSL"),
+    ("window_pattern", "SSSSSL", {"window": 5, "n_layer": 3} | ENCODER, "SSSSL"),
+    ("pos_pattern", "GGGN", {"pos": "rope", "n_layer": 3}, "GGN"),
+    ("pos_pattern", "GL", {"pos": "rope"}, "LN"),
+]
+
+
+@pytest.mark.parametrize("name, idle, others, used", IDLE, ids=str)
+def test_a_flag_that_has_no_effect_but_in_a_checkpoint(tmp_path, name, idle, others, used):
+    """Typed it is refused, and a file's is left out with a line. A checkpoint or config.json keeps it."""
+    typed = [f"--{other}={value}" for other, value in others.items()]
+    message = mistake([*typed, f"--{name}={idle}"])
+    assert f"{name}={idle} (command line): used only with " in message and "leave it out or change" in message
+    assert all(f"{other}={value}" in message for other, value in others.items() if other in ("n_layer", "block_size"))
+    path = write(tmp_path / "c.py", f"# one\n{name} = {idle!r}\n")
+    in_file = write(tmp_path / "d.py", "".join(f"{other} = {value!r}\n" for other, value in others.items()))
+    for argv in ([path, *typed], [path, in_file]):
+        cfg = parse(Config, argv)
+        [line] = cfg.left_out
+        assert getattr(cfg, name) == getattr(Config, name)
+        assert line.startswith(f"{name}={idle} ({path}:2) is left out, as it does not go with ")
+    assert getattr(parse(Config, [*typed, f"--{name}={used}"]), name) == used
+    stored = asdict(Config()) | others | {name: idle}
+    for argv in ([], [path]):
+        assert getattr(resolve(Config, read_flags(Config, argv), stored), name) == idle
+    assert getattr(Config(**others | {name: idle}), name) == idle
+    assert f"{name}={idle} (command line)" in mistake([*typed, path, f"--{name}={idle}"])
+
+
+def test_what_rests_on_a_flag_that_is_left_out_is_left_out_too(tmp_path):
+    path = write(tmp_path / "c.py", "window = 64\nwindow_pattern = 'SL'\nmuon_lr = 0.5\noptimizer = 'muon'\n")
+    cfg = parse(Config, [path, "--block_size=32", "--optimizer=adamw"])
+    assert (cfg.window, cfg.window_pattern, cfg.muon_lr) == (0, "", Config.muon_lr)
+    assert cfg.left_out == [
+        f"window=64 ({path}:1) is left out, as it does not go with block_size=32",
+        f"muon_lr=0.5 ({path}:3) is left out, as it does not go with optimizer=adamw",
+        f"window_pattern=SL ({path}:2) is left out, as it does not go with window=0",
+    ]
+    assert parse(Config, [path]).left_out == []
+    assert resolve(Config, {}, {"muon_lr": 0.5, "window": 9, "block_size": 9}).left_out == []
+    equal = ["--pos=rope", "--pos_pattern=GL", "--rope_theta=500", "--rope_theta_local=500"]
+    assert "pos_pattern=GL (command line): used only with pos_pattern!=*L* or " in mistake(equal)
+    assert parse(Config, [*equal, "--rope_scaling=linear:2"]).pos_pattern == "GL"
+
+
 def test_retired_flags(tmp_path, monkeypatch):
     """At the value that the program has now they are dropped; the others are refused wherever they are set."""
     monkeypatch.setitem(retired.RETIRED, "old_idea", "skip")
