@@ -8,9 +8,9 @@ continues it. The rules of a flag all hold, or it is refused:
     [data]          no rule: the flag changes what is learnt from the data, so a model is evaluated with its value
 
 A rule has terms, joined by `and` and `or`: name=value|value and name!=value, where a value may hold a * as file names
-do, name>number or name>flag, where a text counts its letters, name=unset if neither a file nor the command line sets
-it, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that the dataclass
-does not have is no obstacle. A flag of a file is left out if it only lacks an effect and its rule has a name=unset.
+do, name>number or name>flag, where a text counts its letters, or the name of a fact, a bool property of the dataclass
+whose docstring says it in words. A flag that the dataclass does not have is no obstacle. The term name=unset holds if
+neither a file nor the command line sets the flag: a checkpoint may break its rule, and a file's value is left out.
 """
 
 import inspect

@@ -47,7 +47,7 @@ CHANGED_NO_NUMBER = {  # dropped from checkpoints
 
 def is_retired(cls: type, name: str, value: Any, place: str) -> bool:
     """Whether this setting is of a retired flag and may be dropped. ValueError if it is not what the program does now,
-    if `cls` has no flags of a model, of which there are no files, or if it is a retired choice."""
+    if it is a retired choice, or if `cls` is another command's, which has no files from before."""
     choice = f"{name}={value}"
     if choice in RETIRED:
         why = f"this choice was retired; use {RETIRED[choice]}, or an older version of this program"

@@ -59,7 +59,8 @@ def check_shared(out_dir: str):
 
 def check_out_dir(cfg):
     """ValueError if out_dir is of another kind, or holds the checkpoints of a run. If they have the flags of this one,
-    and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume."""
+    and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume. Evaluations write
+    nothing, so they may have weights of another place, but not random ones."""
     folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
     if cfg.eval_only:
