@@ -8,6 +8,7 @@ import filecmp
 import os
 import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -123,11 +124,12 @@ def check_same_model(cfg, flags: dict, path: Path):
         old = flags.get(name, getattr(type(cfg), name))  # a flag that the file does not know had its default value
         new = getattr(cfg, name)
         if old != new and name not in free:
-            fact = f"{name}={new} differs from {old} in {path}"
-            raise ValueError(f"{fact}; leave it out, or start from scratch in another --out_dir")
+            fact = f"differs from {old} in {path}"
+            refuse(cfg, name, f"{fact}; leave it out, or start from scratch in another --out_dir")
     if cfg.ema_decay and not flags.get("ema_decay"):
-        fact = f"ema_decay={cfg.ema_decay} differs from 0.0 in {path}, which has no average to go on from"
-        raise ValueError(f"{fact}; leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere")
+        fact = f"differs from 0.0 in {path}, which has no average to go on from"
+        remedy = f"leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere"
+        refuse(cfg, "ema_decay", f"{fact}; {remedy}")
 
 
 def layout(cfg) -> dict[str, tuple]:
@@ -142,17 +144,26 @@ def layout(cfg) -> dict[str, tuple]:
 
 
 def check_same_weights(cfg, found: weights.Weights):
-    """ValueError if the model of cfg needs other weights than those found. It names the flags of the model that differ.
-    Otherwise they are free: they change what is computed with the weights, or how these are trained."""
+    """ValueError if the model of cfg needs other weights than those found. It names the flags that alone would need
+    others. The rest are free: they change what is computed with the weights, or how these are trained."""
     before = found.config()
-    if layout(cfg) == layout(before):
+    expected = layout(before)
+    if layout(cfg) == expected:
         return
-    needed = [f.name for f in fields(ModelConfig) if f.name not in FREE_ON_RESUME]
-    changed = [name for name in needed if getattr(cfg, name) != getattr(before, name)]
+
+    def needs_others(name: str) -> bool:
+        changed = copy(before)
+        setattr(changed, name, getattr(cfg, name))
+        try:
+            return layout(changed) != expected
+        except ValueError:  # it fits only beside others that have changed too
+            return True
+
+    names = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
+    changed = list(filter(needs_others, names)) or names
     old = ", ".join(f"{name}={getattr(before, name)}" for name in changed)
-    new = ", ".join(f"{name}={getattr(cfg, name)}" for name in changed)
     remedy = "leave these flags out, or start with --init_from=scratch"
-    raise ValueError(f"the weights in {found.path}, of a model with {old}, do not fit {new}; {remedy}")
+    refuse(cfg, " ".join(changed), f"the weights in {found.path}, of a model with {old}, do not fit; {remedy}")
 
 
 def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):

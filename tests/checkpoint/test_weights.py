@@ -137,6 +137,7 @@ REFUSED = [  # what the message says of the source, what it says of these flags,
     ("vocab_size=257", "vocab_size=300"), ("block=standard", "block=parallel"),
     ("qk_norm=True", "qk_norm=False", "dropout=0.2"), ("norm_placement=pre", "norm_placement=sandwich"),
     ("head_dim=0", "head_dim=16"), ("qkv_bias=False", "qkv_bias=True"),
+    ("n_layer=2", "n_layer=3", "block_size=32", "window=5"),  # which change no shape under RoPE
 ]  # fmt: skip
 
 
@@ -144,7 +145,8 @@ REFUSED = [  # what the message says of the source, what it says of these flags,
 def test_flags_that_need_other_weights_are_named(old, new, more, source, tmp_path, capsys):
     base = [f"--init_from=checkpoint:{source}", f"--out_dir={tmp_path / 'new'}", "--max_iters=1", "--warmup_iters=1"]
     line = refused(train.main, [*base, *(f"--{flag}" for flag in (new, *more))], capsys)
-    assert re.search(f"of a model with .*{old}.* do not fit .*{new}.*; leave", line) and "dropout" not in line
+    assert re.search(f"{new} .command line.*: the weights in .*, of a model with .*{old}.* do not fit; leave", line)
+    assert not set(re.findall(r"\w+(?==)", line)) & {"dropout", "block_size", "window", "max_iters"}, line
     assert not (tmp_path / "new").exists()
 
 
@@ -161,8 +163,9 @@ def test_in_every_layout(run, many):
 
 
 @pytest.mark.parametrize("flag, words", [
-    ("optimizer=muon", "optimizer=muon differs from adamw in "), ("n_head=4", "n_head=4 differs from 2 in "),
-    ("ema_decay=0.9", "ema_decay=0.9 differs from 0.0 in "),
+    ("optimizer=muon", "optimizer=muon (command line): differs from adamw in "),
+    ("n_head=4", "n_head=4 (command line): differs from 2 in "),
+    ("ema_decay=0.9", "ema_decay=0.9 (command line): differs from 0.0 in "),
 ])  # fmt: skip
 def test_a_resume_that_needs_other_state_names_the_flag(flag, words, source, capsys):
     again = [f"--out_dir={source}", "--init_from=resume", "--max_iters=9"]

@@ -41,6 +41,8 @@ EDITS = {  # keys to change at once, the beginnings of the names of models, whet
     "older scaling of the older name": (OLDER_NAME, ROPE, True),
     "older scaling that transformers ignores": (OLDER_NAME, ("gemma3",), False),
     "two names": (dict(num_attention_heads=4), ("gpt2",), False),
+    "a division by 0": (dict(final_logit_softcapping=0.0), ("gemma",), False),
+    "another division by 0": (dict(attn_logit_softcapping=0.0), ("gemma2",), False),
 }  # fmt: skip
 SKIPPED = ("llama 3",)  # and variants behind a comma, so that each family has one model
 NAMES = [name for name in ARCHITECTURES if "," not in name and name not in SKIPPED]
@@ -132,3 +134,22 @@ def test_each_key_counts_as_in_transformers(tmp_path, name, step):
         assert folder.compare(**changes) == equal, what
     changes = {key: value for key, value in NEUTRAL.items() if key not in folder.config}
     assert folder.compare(**changes, **HARMLESS)
+
+
+WINDOWED = {"mistral": "", "mixtral": "", "qwen2": "max_window_layers", "gemma2": "layer_types"}
+
+
+@pytest.mark.parametrize("name, slides", WINDOWED.items())
+def test_a_window_of_no_tokens_is_refused(tmp_path, name, slides):
+    """transformers takes null alone for no window. `slides` is the key by which all layers have one."""
+    folder = Folder(name, tmp_path)
+    values = {"layer_types": ["sliding_attention"] * 3, "max_window_layers": 0, "": None}
+    edits = {"sliding_window": 0, slides: values[slides]}
+    if name == "qwen2":
+        edits["layer_types"] = None
+    content = {key: value for key, value in (folder.config | edits).items() if key}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="sliding_window=0, but only null or more than 0"):
+        read_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(content | {"sliding_window": None}))
+    assert read_hf(tmp_path).cfg.window == 0  # the remedy
