@@ -47,7 +47,7 @@ def fail(text: str, code: int = 2) -> NoReturn:
         time.sleep(FIRST_RANK_SPEAKS)
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
     text = shortened(text)
-    say(f"{erase}error: {text}")
+    say(f"error: {text}", erase)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
         with suppress(OSError):
             details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
@@ -71,14 +71,19 @@ def reason(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     """The text in one line, with control characters escaped. Of a very long value in it, only the ends stay."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    text = printable(" ".join(text.split()))
     return text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
 
 
-def say(line: str):
-    """Print a line on stderr. A stderr that cannot be written is no reason to end."""
+def printable(line: str) -> str:
+    """The line with control characters escaped, which a name in it may have."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def say(line: str, erase: str = ""):
+    """Print a line on stderr, behind what erases another. A stderr that cannot be written is no reason to end."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(f"{erase}{printable(line)}", file=sys.stderr, flush=True)
 
 
 class Stdout(io.FileIO):

@@ -59,10 +59,15 @@ class HFTokenizer(Tokenizer):
                 text = self._encoding.id_to_token(token) if isinstance(token, int) else token
                 if text in self.vocabulary:
                     self.special[key] = text
-        except Exception as e:  # tokenizers raises nothing more special
+            self.prefix = self._find_prefix()
+            split = self._encoding.pre_tokenizer
+            dropped = split and len("".join(word for word, _ in split.pre_tokenize_str("a b"))) < len("a b")
+        except errors_of_rust() as e:
             raise ValueError(f"{name} is damaged or of another kind ({str(e)[:100]}); give a tokenizer.json") from None
-        self._read_decoder()
-        last = max(self.vocabulary.values(), default=-1)
+        remedy = "use a byte-level or SentencePiece-like tokenizer, or bpe:N"
+        require(not dropped, f"{name} has a pre-tokenizer that drops the blanks between words; {remedy}")
+        self._read_decoder(remedy)
+        last = max([*self.vocabulary.values(), *self.prefix], default=-1)
         require(0 <= last < LARGEST_ID, f"{name} has the largest id {last}; give a vocabulary of 1 to {LARGEST_ID} ids")
         named = "eos_token" in special or self._encoding.get_added_tokens_decoder()
         remedy = "name one of its vocabulary as eos_token in tokenizer_config.json beside it"
@@ -75,15 +80,11 @@ class HFTokenizer(Tokenizer):
         self.spec = {"kind": "hf", "file": self.file, "vocab_size": last + 1}
         self.spec |= {"sha256": hashlib.sha256(content).hexdigest(), "special": self.special}
 
-    def _read_decoder(self) -> None:
+    def _read_decoder(self, remedy: str) -> None:
         """Finds out how tokens become bytes. ValueError if they cannot give back the text."""
         self.replaced: list[tuple[str, str]] = []  # texts to replace in every token
         self.letters = False  # whether the letters of a token are bytes
         self.fallback = False  # whether <0x0A> is the byte 10
-        remedy = "use a byte-level or SentencePiece-like tokenizer, or bpe:N"
-        split = self._encoding.pre_tokenizer
-        dropped = split and len("".join(word for word, _ in split.pre_tokenize_str("a b"))) < len("a b")
-        require(not dropped, f"{self.name} has a pre-tokenizer that drops the blanks between words; {remedy}")
         require(self._encoding.decoder, f"{self.name} has no decoder, so blanks would be put between tokens; {remedy}")
         decoder = json.loads(self._encoding.decoder.__getstate__())
         for step in decoder.get("decoders", [decoder]):
@@ -107,6 +108,8 @@ class HFTokenizer(Tokenizer):
         """Reads tokenizer.json, and the special tokens from the configurations beside it. ValueError if one is bad."""
         folder = files.user_path(folder)
         path = folder / cls.file
+        remedy = f"export it with python -m engine.interchange export {folder} DIR, and give hf:DIR"
+        require(not (folder / "latest").is_file(), f"{folder} is a run of train.py; {remedy}")
         remedy = "`hf download NAME --local-dir DIR` fetches a model with one"
         require(path.is_file(), f"{folder} lacks {cls.file}; {remedy}")
         special = {}
@@ -152,8 +155,7 @@ class HFTokenizer(Tokenizer):
             return bytes.fromhex(token[3:5])
         return token.encode()
 
-    @cached_property
-    def prefix(self) -> list[int]:
+    def _find_prefix(self) -> list[int]:
         """The ids, such as Llama's <s>, that transformers puts before a text and `encode` leaves out."""
         try:
             found = self._encoding.encode("a", add_special_tokens=True)
@@ -176,7 +178,7 @@ class HFTokenizer(Tokenizer):
     def _ids(self, encoding, text: str) -> np.ndarray:
         try:  # a batch, because `encode` holds Python's lock, and preparations have threads
             [found] = encoding.encode_batch_fast([encodable(text)], add_special_tokens=False)
-        except Exception as e:  # for example a WordLevel vocabulary that lacks a character
+        except errors_of_rust() as e:  # for example a WordLevel vocabulary that lacks a character
             raise ValueError(f"{self.name} cannot encode the text ({str(e)[:100]}); change the text") from None
         return np.array(found.ids, dtype=np.int64)
 
@@ -184,6 +186,11 @@ class HFTokenizer(Tokenizer):
         """The text of `ids`, without the blank that SentencePiece puts before a text."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.strips else text
+
+
+def errors_of_rust() -> tuple[type, ...]:
+    """The classes of the library's errors: Exception, and what a panic raises, which derives from BaseException."""
+    return Exception, *(kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException")
 
 
 def _encoding(content: bytes, change: Callable[[dict], dict] | None = None):

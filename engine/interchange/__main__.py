@@ -19,7 +19,7 @@ import torch
 
 from configurator import parse_positional
 from data import files
-from data.errors import command, require, say, shortened, user_errors
+from data.errors import command, printable, require, say, user_errors
 from engine.checkpoint import weights
 from engine.interchange.huggingface import write_hf
 from engine.interchange.tokenizer import export_tokenizer
@@ -61,7 +61,7 @@ def write(folder: Path, options: ExportConfig, found: weights.Weights) -> str | 
     parameters = {name: p.detach() for name, p in found.load(flags, ranks).model.named_parameters()}
     write_hf(folder, cfg, parameters.get, getattr(torch, options.dtype), tokenizer, options.remote_code)
     if tokenizer:
-        export_tokenizer(tokenizer, folder)
+        export_tokenizer(tokenizer, folder, cfg.block_size)
     for written in (*folder.iterdir(), folder):
         files.fsync(written)
     return found.path
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None):
         require(fits, f"expected export RUN DIR, not {' '.join(words) or 'nothing'}; --help says what they are")
         _, run, folder = words
         path = export(run, folder, options)
-        print(shortened(f"{folder}: the weights of {path}"))
+        print(printable(f"{folder}: the weights of {path}"))
 
 
 if __name__ == "__main__":

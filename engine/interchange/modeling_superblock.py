@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -105,6 +105,8 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
             cache = past_key_values
         if kwargs.get("position_ids") is not None:
             raise ValueError("position_ids are not read; leave them out, and give attention_mask for padding")
+        if cache is None and kwargs.get("use_cache"):
+            cache = DynamicCache()
         start = 0
         if cache is not None:
             if getattr(cache, "is_compileable", False):

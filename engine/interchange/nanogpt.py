@@ -1,5 +1,6 @@
 """Reads checkpoints of nanoGPT without running code that they may hold."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def read_nanogpt(file: str | Path) -> tuple[dict, dict[str, Tensor], dict]:
     except Exception as error:  # a damaged archive can make torch.load raise nearly anything
         fact = f"{file} is damaged, holds more than tensors and plain values, or lacks model_args, model or config"
         raise ValueError(f"{fact} ({type(error).__name__}); {REMEDY}") from error
-    tensors = {str(name).removeprefix("_orig_mod."): x for name, x in model.items()}  # torch.compile's prefix
+    tensors = {re.sub(r"^((module|_orig_mod)[.])*", "", str(name)): x for name, x in model.items()}  # of DDP, compile
     return model_args, tensors, config
 
 

@@ -1,6 +1,6 @@
 """Writes our tokenizers as files of Hugging Face.
 
-    export_tokenizer(tokenizer, folder)      # tokenizer.json and tokenizer_config.json
+    export_tokenizer(tokenizer, folder, 1024)      # tokenizer.json and tokenizer_config.json
 
 AutoTokenizer.from_pretrained(folder) then gives the same ids and the same text back, for every text of valid Unicode:
 Hugging Face refuses lone surrogates. Special tokens are the difference: the text <|endoftext|> is the end-of-text token
@@ -43,16 +43,16 @@ def keeps_ids(tokenizer: Tokenizer | None, kind: str) -> bool:
     return False
 
 
-def export_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:
+def export_tokenizer(tokenizer: Tokenizer, folder: Path | str, block_size: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json into `folder`. ValueError if they cannot express it."""
-    special = {}
+    special = {"model_max_length": block_size}
     if isinstance(tokenizer, HFTokenizer):
         content = tokenizer.content
-        special = {key: value for key, value in tokenizer.special.items() if key != "eos_token_id"}  # config.json's
+        special |= {key: value for key, value in tokenizer.special.items() if key != "eos_token_id"}  # config.json's
     else:
         content = converted(tokenizer).to_str(pretty=True).encode()
         if tokenizer.eot is not None:
-            special = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT.decode())
+            special |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT.decode())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | special
     write_file(Path(folder) / "tokenizer.json", content)
     write_file(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2).encode())

@@ -144,7 +144,7 @@ def folder(tmp_path_factory):
     def make(kind: str) -> Path:
         path = tmp_path_factory.mktemp(kind)
         if kind in OURS:
-            export_tokenizer(OURS[kind], path)
+            export_tokenizer(OURS[kind], path, 77)
             transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(path)
         else:
             (KINDS | NEARLY_QWEN2)[kind]().save(str(path / "tokenizer.json"))
@@ -264,6 +264,13 @@ def test_where_end_of_text_is_found(folder, tmp_path, configs):
     assert tokenizer.ends == ({0, 1} if "generation_config.json" in configs else {0})  # where a sample ends
 
 
+def unknown_first(id: str = "<s>", ids: list = (1,)) -> dict:
+    """A post-processor that puts <s> before a text, spelled so, with these ids."""
+    text = [{"SpecialToken": {"id": id, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    known = {"<s>": {"id": "<s>", "ids": [*ids], "tokens": ["<s>"]}}
+    return {"type": "TemplateProcessing", "single": text, "pair": text, "special_tokens": known}
+
+
 WORDPIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
 WHOLE = changed(lambda parts: None)
 
@@ -273,6 +280,9 @@ WHOLE = changed(lambda parts: None)
     (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
     (b'{"model": {}}', "{}", "is damaged"),
     (b"[" * 100_000, "{}", "is damaged"),
+    (changed(lambda parts: parts["model"].update(continuing_subword_prefix="<s>")), "{}", "is damaged"),  # a panic
+    (changed(lambda parts: parts.update(post_processor=unknown_first(id="nobody"))), "{}", "is damaged"),  # another
+    (changed(lambda parts: parts.update(post_processor=unknown_first(ids=[2**31]))), "{}", "has the largest id 214748"),
     (changed(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
     (changed(lambda parts: parts.update(decoder=WORDPIECE)), "{}", "WordPiece, so its tokens have no bytes; use a"),
     (changed(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),
@@ -348,7 +358,9 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, kind, family):
     tokenizer, flags = tokenizer_of(folder, kind), {}
     if family in CHOICES:
         flags = CHOICES[family][0]
-    export_tokenizer(tokenizer, tmp_path)
+    export_tokenizer(tokenizer, tmp_path, 77)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 77
     cfg, remote = model_config(tokenizer, **flags), family == "superblock"
     write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer, remote_code=remote)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -367,7 +379,7 @@ def test_a_qwen2_has_a_tokenizer_of_its_own(folder, tmp_path, kind):
     """Beside its config.json, transformers ignores the rules of others: they are written as a Llama's, or refused."""
     tokenizer = tokenizer_of(folder, kind)
     plain, windows = (model_config(tokenizer, **flags) for flags in CHOICES["qwen2"])
-    export_tokenizer(tokenizer, tmp_path)
+    export_tokenizer(tokenizer, tmp_path, 77)
     write_json(tmp_path / "config.json", {"model_type": "qwen2"})
     assert same_ids(tmp_path, tokenizer) == (kind == "qwen2")
     if kind == "qwen2":
@@ -379,7 +391,7 @@ def test_a_qwen2_has_a_tokenizer_of_its_own(folder, tmp_path, kind):
 
 
 def test_what_cannot_be_written(tmp_path):
-    said = error(export_tokenizer, CharTokenizer("a\ud800"), tmp_path)
+    said = error(export_tokenizer, CharTokenizer("a\ud800"), tmp_path, 8)
     assert "the char vocabulary has a lone surrogate, which no" in said and not list(tmp_path.iterdir())
 
 

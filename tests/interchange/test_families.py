@@ -441,7 +441,7 @@ def test_what_stands_beside_the_weights_is_written_again(tmp_path, template):
     tokenizer = from_spec(json.loads(json.dumps(tokenizer.spec)), there)
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=259), seed=1)
     write(tmp_path / "out", model, tokenizer=tokenizer)
-    export_tokenizer(tokenizer, tmp_path / "out")
+    export_tokenizer(tokenizer, tmp_path / "out", 8)
     assert loaded(tmp_path / "out").generation_config.eos_token_id == [0, 7, 258]
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (found.chat_template, found.model_max_length, found.eos_token_id) == (original, 77, 0)

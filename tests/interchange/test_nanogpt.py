@@ -100,7 +100,7 @@ def test_training_starts_from_a_nanogpt_checkpoint(in_this_process, tiny_data, t
     assert found[0] == pytest.approx(expected, abs=1e-5) and found[-1] < found[0]
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
 def test_reads_what_nanogpt_writes(tmp_path, prefix):
     state = nanogpt_state(**ARGS)
     file = write(tmp_path / "ckpt.pt", model={prefix + name: t for name, t in state.items()})

@@ -100,6 +100,17 @@ def test_padding_changes_nothing(both, kind):
             assert found[:, 9:].tolist() == greedy(ours, short, 3) + greedy(ours, long, 3)
 
 
+@torch.no_grad()
+def test_use_cache_begins_a_cache(both):
+    """As in transformers' own classes: the next call goes on with the text, as if it were read at once."""
+    ours, theirs, _ = both("llama")
+    idx = tokens(2, 9)
+    first = theirs(idx[:, :5], use_cache=True)
+    rest = theirs(idx[:, 5:], past_key_values=first.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(torch.cat((first.logits, rest), dim=1), ours(idx), atol=1e-9, rtol=0)
+    assert theirs(idx, use_cache=False).past_key_values is None
+
+
 def test_what_the_forward_cannot_compute_is_refused(both):
     """transformers' own classes leave out tokens inside of a text, and have caches of a fixed size."""
     _, theirs, _ = both("llama")
