@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configurator import parse
 from data.dataset import TokenStream
-from data.errors import command, fail, require, user_errors
+from data.errors import command, fail, printable, require, user_errors
 from data.files import new_file, user_path
 from data.loader import eval_batches
 from data.objective import open_with_objective
@@ -152,7 +152,7 @@ def line(figures: dict) -> str:
     text += ", perplexity {perplexity:.4g}, over {tokens:,} tokens"
     if "exact_match" in figures:
         text += "; {exact_match:.2%} exact matches"
-    return text.format(**figures)
+    return printable(text.format(**figures))
 
 
 def main(argv: list[str] | None = None):

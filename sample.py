@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from configurator import parse
-from data.errors import command, require, user_errors
+from data.errors import command, require, say, user_errors
 from data.objective import objective_of
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None):
         sys.stdout.flush()  # if it fails, the error is the only output
         seconds = time.perf_counter() - started
         said = f"{path}, {model.n_params():,} parameters, on {device}: {n_tokens} tokens in {seconds:.2f} s"
-        print(f"{said}, {n_tokens / seconds:.1f} tokens per second", file=sys.stderr)
+        say(f"{said}, {n_tokens / seconds:.1f} tokens per second")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 from data import files
 from data.command import next_command
 from data.dataset import MASK, MOVING
-from data.errors import require, say
+from data.errors import printable, require, say
 from data.files import HEADER_BYTES, SPLITS, check, display_path, fsync, write_file
 from data.lock import locked
 from data.tokenizer import Tokenizer
@@ -207,7 +207,7 @@ class ShardWriter:
             say(f"warning: {lost:,} bytes of the text are lost: the tokenizer lacks characters, or changes the text")
         tokens = [self.splits[split]["tokens"] for split in SPLITS]
         found = f"{tokens[0]:,} train + {tokens[1]:,} val tokens in {display_path(self.folder)}"
-        print(f"{what}{found}; next: {next_command(self.folder)}")
+        print(printable(f"{what}{found}; next: {next_command(self.folder)}"))
 
 
 def _json(content: dict) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from data.errors import reason, say, shortened, user_errors
+from data.errors import printable, reason, require, say, shortened, user_errors
 from data.files import open_small, read_file, write_file, writing
 from engine.device import peak_memory_bytes
 
@@ -38,14 +38,15 @@ def read_metrics(path: Path) -> Iterator[dict]:
     """Yields the rows of a metrics.jsonl. Other lines are left out, such as one that a kill has left half written."""
     with open_small(path, LARGEST_FILE) as file:
         for line in file:
-            with suppress(ValueError):
-                row = json.loads(line)
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
                     yield row
 
 
 def truncate_metrics(path: Path, step: int):
     """Removes the rows of `step` and later steps from a metrics.jsonl, and lines that are no rows, atomically."""
+    require(path.exists() or not path.is_symlink(), f"{path} is a link to a file that is not there; delete it")
     if path.exists():
         rows = [row for row in read_metrics(path) if row["step"] < step]
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -140,7 +141,7 @@ class Console:
         if self.bar is not None:
             self.bar.clear()
         try:
-            print(text, flush=True)
+            print(printable(text), flush=True)
         except BrokenPipeError:  # as in `| head`: save and stop, as after SIGTERM
             handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
             if signal.SIG_DFL not in handlers:  # else one has come already, such as the Ctrl-C that also ended `| tee`

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import re
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from configurator import read_file
-from data.errors import require
+from data.errors import printable, require
 from data.files import new_file, user_path
 from engine.metrics import read_metrics
 from flags import Flags
@@ -75,7 +76,7 @@ def places(run: Run, x: str, rows: list[dict[str, Any]]) -> np.ndarray:
     if x == "steps":
         return steps
     figure = "tokens_per_s" if x == "seconds" else x
-    logged = [row for row in run.rows if row.get("tokens") and row.get(figure)]
+    logged = [row for row in run.rows if {type(row.get("tokens")), type(row.get(figure))} <= {int, float}]
     require(logged, f"{run.folder}/metrics.jsonl has no logged step with {figure}; set --x=steps")
     place = np.array([0, *(row[figure] for row in logged)], float)
     if x == "seconds":
@@ -111,7 +112,8 @@ def draw_line(axes, cfg: PlotConfig, y: str, name: str, runs: list[Run], colour:
     if len(runs) > 1:
         parts.append(f"mean and range of {len(runs)} runs")
         axes.fill_between(x, ys.min(0), ys.max(0), color=colour, alpha=0.2)
-    label = textwrap.fill(", ".join(filter(None, parts)), 80)
+    label = textwrap.fill(printable(", ".join(filter(None, parts))), 80)
+    label = re.sub("^_", " _", label)  # matplotlib leaves a label with _ in front out of the legend
     style = "-o" if y in EVALUATED else "-"
     axes.plot(x, ys.mean(0), style, color=colour, label=label, markersize=4)
 
@@ -138,7 +140,8 @@ def draw(cfg: PlotConfig, runs: list[Run]):
         axes.set_ylabel("nats per token")
     if cfg.ymax:
         axes.set_ylim(top=cfg.ymax)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, labelcolor=GREY)
+    for text in axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, labelcolor=GREY).get_texts():
+        text.set_parse_math(False)  # a $ in a name is a $
     return axes.figure
 
 

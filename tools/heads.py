@@ -100,8 +100,7 @@ def contextual_mlp(
 def hidden_units(pool: M.MLP, x: Tensor, hidden: Tensor) -> Units:
     """contextual_mlp of the hidden units (F,) of a p, for x (C,)."""
     incoming = jacfwd(pool.up)(x)  # (F, C), and of a gated kind (2 F, C)
-    if len(pool.pieces) == 2:
-        incoming = incoming.unflatten(0, (-1, 2, pool.pieces[0]))[:, 0].flatten(0, 1)
+    incoming = incoming.unflatten(0, (-1, len(pool.pieces), pool.pieces[0]))[:, 0].flatten(0, 1)
     outgoing = jacrev(lambda h: pool.out(pool.down(h)))(hidden).T  # jacfwd would make an F x F matrix
     return incoming, outgoing, hidden
 

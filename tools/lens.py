@@ -18,7 +18,7 @@ from torch import Tensor
 
 import model as M
 from configurator import parse
-from data.errors import command, require, user_errors
+from data.errors import command, printable, reason, require, user_errors
 from data.files import user_path
 from data.tokenizer import Tokenizer
 from engine.checkpoint import weights
@@ -203,10 +203,14 @@ def main(argv: list[str] | None = None):
             source = torch.tensor(source_text, device=device)
         position = len(idx) - 1 if cfg.position == -1 else cfg.position
         of_reader = cfg.layer, cfg.head, position, source, cfg.units, cfg.reader
-        units, n, together = read_units(model, tokenizer, idx, *of_reader)
+        try:
+            units, n, together = read_units(model, tokenizer, idx, *of_reader)
+        except (AttributeError, LookupError, TypeError, RuntimeError) as error:  # of a reader that somebody has changed
+            fact = f"a change of reader={cfg.reader or 'context'} is not known to tools/heads.py ({reason(error)})"
+            raise ValueError(f"{fact}; add its case to contextual_mlp") from None
         query = spelled(tokenizer, int(idx[position]))
         title = f"layer {cfg.layer}, {cfg.reader or 'context'}, head {cfg.head}, query {position} {query}"
-        print(f"{path}, {title}: {n} units, which together promote {listed(together)}")
+        print(printable(f"{path}, {title}: {n} units, which together promote {listed(together)}"))
         print_units(units, n)
         if cfg.out:
             save(picture(units, title), user_path(cfg.out))

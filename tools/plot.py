@@ -9,10 +9,11 @@ The legend names the flags in which the runs differ. Runs that differ only in th
 band from the smallest to the largest value. The colours can be read on white and on black.
 """
 
+from json import JSONDecodeError
 from statistics import fmean
 
 from configurator import parse_positional
-from data.errors import command, require, user_errors
+from data.errors import command, printable, reason, require, user_errors
 from data.files import read_json, user_path
 from tools.compare.table import mean_and_half
 from tools.curves import COLOURS, GREY, MATPLOTLIB, PlotConfig, draw, read_run, require_matplotlib, save
@@ -39,9 +40,9 @@ def draw_intervals(folder: str):
         axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], alpha=0.4, markersize=4)
         axes.errorbar(mean, place, xerr=half, color=COLOURS[1], marker="D", markersize=5, capsize=3)
         words = " ".join(word for word in run["arguments"] if word not in common)
-        labels.append(f"{words or 'run 1'}\n{fmean(losses.values()):.3f}")
+        labels.append(f"{printable(words) or 'run 1'}\n{fmean(losses.values()):.3f}")
     axes.axvline(0, color=GREY, linewidth=1)
-    axes.set_yticks(range(len(paired)), labels, fontsize=8)
+    axes.set_yticks(range(len(paired)), labels, fontsize=8, parse_math=False)
     axes.invert_yaxis()  # the first run on top
     axes.set_xlabel("loss minus that of the first run with the same seed, and its mean's 95 % interval")
     return axes.figure
@@ -55,12 +56,16 @@ def main(argv: list[str] | None = None):
         out = user_path(cfg.out or f"{folders[0]}/plot.png")
         if (user_path(folders[0]) / "compare.json").is_file():
             require(len(folders) == 1, f"{folders[0]} is a comparison of tools.compare; draw it alone")
-            figure = draw_intervals(folders[0])
+            try:
+                figure = draw_intervals(folders[0])
+            except (JSONDecodeError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+                fact = f"{folders[0]}/compare.json is damaged ({reason(error)})"
+                raise ValueError(f"{fact}; delete it, and run its tools.compare again") from None
         else:
             runs = [read_run(folder) for folder in dict.fromkeys(folders)]
             figure = draw(cfg, runs)
         save(figure, out)
-    print(f"wrote {out}")
+    print(printable(f"wrote {out}"))
 
 
 if __name__ == "__main__":

@@ -247,6 +247,19 @@ def test_a_killed_comparison_goes_on(fake, capfd):
     assert fake.calls() == ["run1-seed1", "run2-seed1", "run2-seed1*"]
 
 
+@pytest.mark.parametrize(
+    "times", ["3", "[1]", "[1, 0]", '[1, "a"]', "[1, 1%s]" % ("0" * 400), "[1, %s" % ("[" * 10**5)]
+)
+def test_an_edited_comparison(times, fake, capfd):
+    assert fake() == 0
+    file = fake.out / "compare.json"
+    before = fake.table()["runs"]
+    file.write_text(file.read_text().replace('"ms_per_step": null', f'"ms_per_step": {times}'))
+    line = refused(main, fake.line("--match=tokens"), capfd, ["compare.json is damaged (", "; delete it, or"])
+    file.unlink()
+    assert len(line) < 2000 and fake() == 0 and fake.table()["runs"] == before
+
+
 def test_a_run_that_fails(fake, capfd):
     assert fake("--seeds=2", runs=["", "--learning_rate=10", "--block=parallel"]) == 1
     assert len(fake.calls()) == 6

@@ -1,12 +1,16 @@
 """lens.py: units against contextual_mlp, which has tests of its own, and the model without them; and the command."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import refused
 from models import build
 from test_contextual import sharp, text
 from test_pairs import prepared
 
+import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from tools import lens
 from tools.lens import read_units
@@ -124,6 +128,44 @@ def test_the_text_and_the_picture(trained, tmp_path, capsys):
         lens.main(flags)
     assert f"{other} was not written by this command; " in capsys.readouterr().err
     assert other.read_bytes() == b"\x89PNG of another program"
+
+
+class Inlined(M.MLP):
+    """It multiplies by the weight of `down` itself."""
+
+    def read(self, x):
+        return F.linear(self.phi(self.up(x)), self.down.weight)
+
+
+class OfTwoTokens(M.MLP):
+    """Its first layer reads the token before too, so that it needs a sequence."""
+
+    class linear(M.Linear):
+        def forward(self, x):
+            before = x.roll(1, dims=-2) if self.role == "into" else 0
+            return super().forward(x + before)
+
+
+@pytest.mark.parametrize("kind", [Inlined, OfTwoTokens])
+def test_an_mlp_that_somebody_has_changed(kind, trained, monkeypatch, capsys):
+    monkeypatch.setattr(M, "MLP", kind)
+    read = [f"--out_dir={trained}", *READ, "--reader=mlp"]
+    words = ["a change of reader=mlp is not known to tools/heads.py (", "; add its case to contextual_mlp"]
+    refused(lens.main, read, capsys, words)
+    monkeypatch.undo()
+    assert "units, which together promote" in output(capsys, *read)[0]
+
+
+def test_a_gated_kind_of_three():
+    """Its incoming weights are those of the first."""
+    kind = M.Kind(lambda a, b, c: F.relu(a) * b + c, arity=3)
+    with mock.patch.dict(M.MLP_KIND, gelu=kind):
+        net = build(n_layer=1, n_head=2, n_embd=64)  # pieces of 64 units
+    mlp = net.blocks[0].sums[1].mlp
+    incoming, outgoing, hidden = lens.contextual_mlp(net, text(net), 0, 0, 3, reader="mlp")
+    assert incoming.shape == outgoing.shape == (len(hidden), 64)
+    first = mlp.up.weight.detach().unflatten(0, (-1, 3, mlp.pieces[0]))[:, 0].flatten(0, 1)
+    assert torch.allclose(incoming, first)
 
 
 def test_wrong_flags(trained, capsys):

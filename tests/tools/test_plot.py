@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import metrics, refused
 
-from tools import plot
+from tools import curves, plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
 from PIL import Image  # noqa: E402
@@ -157,6 +157,53 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     assert (low, high) == (pytest.approx(0.3 - 12.706 * 0.2), pytest.approx(0.3 + 12.706 * 0.2))
     (tmp_path / "compare.json").write_text(json.dumps({"runs": runs[2:]}))
     assert "has no two runs with results of one seed yet" in refused(plot.main, [tmp_path], capsys)
+
+
+@pytest.mark.parametrize("name", ["$a$ and $b", "_hidden", "$\\\\frac{$", "\x1b[31mred\n"])
+def test_names_are_no_mathematics_and_are_not_hidden(make, picture, name, tmp_path, monkeypatch):
+    """What a legend and its picture have of a name: its characters, also those of which a backslash is one."""
+    runs = [make("a", wandb_run_name=name), make("b", wandb_run_name="b")]
+    figure = picture(*runs, "--y=loss")
+    shown = name.replace("\x1b", "\\x1b").replace("\n", "\\n")
+    assert legend(figure)[0].replace(" ", "") == f"wandb_run_name={shown},trainingloss".replace(" ", "")
+    curves.save(figure, tmp_path / "a.svg")
+    for folder in (make("_c"), make("$d_$e")):  # without flags, a run is named by its folder
+        monkeypatch.chdir(tmp_path)
+        figure = picture(Path(folder).name, runs[0], "--y=loss")
+        assert legend(figure)[0].strip() == f"{Path(folder).name}, training loss"
+        curves.save(figure, tmp_path / "a.svg")
+
+
+def comparison(*seeds: dict, arguments=("--layer=$x$",)) -> dict:
+    return {"runs": [{"arguments": [*arguments], "seeds": each} for each in seeds]}
+
+
+ONE, TWO = {"1": {"loss": 1.0}}, {"1": {"loss": 1.5}}
+NO_COMPARISONS = ["", "[]", "{}", '{"runs": []}', '{"runs": 3}', '{"runs": [3]}', "[" * 100_000, '{"runs": [{}, {}]}']
+for two in ({"1": 3}, {"1": {"loss": "a"}}, {"1": {"loss": 10**400}}):
+    NO_COMPARISONS.append(json.dumps(comparison(ONE, two)))
+NO_COMPARISONS.append(json.dumps(comparison(ONE, TWO, arguments=[[3]])))
+
+
+@pytest.mark.parametrize("content", NO_COMPARISONS, ids=lambda text: text[:50])
+def test_an_edited_comparison(content, tmp_path, capsys):
+    (tmp_path / "compare.json").write_text(content)
+    assert "compare.json is damaged (" in refused(plot.main, [tmp_path], capsys)
+    (tmp_path / "compare.json").write_text(json.dumps(comparison(ONE, TWO)))
+    plot.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("row", [
+    '{"step": 46, "loss": 1%s}' % ("0" * 400), '{"step": 46, "loss": 1, "tokens": {"a": 1}, "tokens_per_s": [3]}',
+    '{"step": 46, "tokens": "a", "tokens_per_s": 2, "loss": true}', '{"step": 46, "loss": %s' % ("[" * 100_000),
+])  # fmt: skip
+def test_edited_metrics(row, make, picture):
+    folder = make("a")
+    file = Path(folder, "metrics.jsonl")
+    file.write_text(f"{file.read_text()}{row}\n")
+    for x in ("tokens", "seconds"):
+        (xs, ys), *_ = lines(picture(folder, f"--x={x}"))
+        assert len(xs) == len(ys) >= 5
 
 
 def test_refusals(make, tmp_path, capsys):

@@ -123,10 +123,20 @@ def test_resume_leaves_what_the_uninterrupted_run_leaves(tmp_path, stop, further
 
 def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    damaged = b'{"step": 2, "lo\n\xff\n[3]\n7\n{"a": 1}\n\n'
+    damaged = b'{"step": 2, "lo\n\xff\n[3]\n7\n{"a": 1}\n\n{"step": 1' + b"0" * 400 + b"}\n"
+    damaged += b'{"step": 2, "a": ' + b"[" * 100_000 + b"\n"
     path.write_bytes(b'{"step": 1, "loss": 2.5}\n' + damaged + b'{"step": 3}\n{"step": 4}\n')
     truncate_metrics(path, 4)
     assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # older lines without a kind stay
+
+
+def test_a_link_to_a_file_that_is_not_there_is_not_followed(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="metrics.jsonl is a link to a file that is not there; delete it"):
+        truncate_metrics(tmp_path / "metrics.jsonl", 0)
+    (tmp_path / "metrics.jsonl").unlink()  # the remedy
+    truncate_metrics(tmp_path / "metrics.jsonl", 0)
+    assert not [*tmp_path.iterdir()]
 
 
 def scalars(folder):

@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 
 from configurator import parse
-from data.errors import command, require, user_errors
+from data.errors import command, printable, require, user_errors
 from data.lock import locked
 from tools.compare.trainings import CompareConfig, Comparison
 
@@ -33,7 +33,7 @@ def main(argv: list[str]):
             comparison = Comparison(options, texts)
             comparison.match()
             comparison.train()
-            print(f"\n{comparison.write()}\nThe table is in {options.out}/compare.md and compare.json.", flush=True)
+            print(f"\n{comparison.write()}\nIt is in {printable(options.out)}/compare.md and compare.json.", flush=True)
         return int(any(run.errors for run in chain.from_iterable(comparison.candidates)))
 
 

@@ -129,8 +129,8 @@ class Run:
         """Read the figures of a training from its metrics.jsonl; returns why it has none, "" if it is finished."""
         file = self.folder(seed) / "metrics.jsonl"
         rows = list(read_metrics(file)) if file.is_file() else []
-        last = [row for row in rows if row.get("val_loss") is not None and row["step"] == self.cfg.max_iters]
-        times = [row["ms_per_step"] for row in rows if row.get("ms_per_step")]
+        last = [row for row in rows if type(row.get("val_loss")) in (int, float) and row["step"] == self.cfg.max_iters]
+        times = [row["ms_per_step"] for row in rows if type(row.get("ms_per_step")) in (int, float)]
         if not last or not times:
             return "it has no finite validation loss of its last step"
         ms = median(times[int(WARMUP * len(times)) :])

@@ -73,7 +73,9 @@ class Comparison:
         check_own(path.is_file(), options.folder, "out")
         try:
             old = dict(read_json(path)) if path.is_file() else self.stored
-        except (ValueError, TypeError, RecursionError) as error:
+            times = old.get("ms_per_step") or [1] * len(texts)
+            require(len(times) == len(texts) and all(0 < float(ms) < 1e99 for ms in times), f"ms_per_step={times}")
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error}); delete it, or choose another --out") from None
         for name, value in self.stored.items():
             fact = f"{options.folder} holds a comparison with another {name}"
