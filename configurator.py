@@ -44,6 +44,11 @@ OPERATORS = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
     ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
+SYNONYMS = {  # words of other programs -> our flags
+    "lr": "learning_rate", "wd": "weight_decay", "ema": "ema_decay", "epochs": "max_iters", "steps": "max_iters",
+    "layers": "n_layer", "heads": "n_head", "hidden_size": "n_embd", "embed_dim": "n_embd", "d_model": "n_embd",
+    "context_length": "block_size", "sequence_length": "block_size", "seq_len": "block_size",
+}  # fmt: skip
 LARGEST_FILE = 2**20  # bytes
 LARGEST = 1000  # characters of a computed number or text
 LARGEST_EXPONENT = 64  # so 9**9**9 is refused, not computed
@@ -166,8 +171,9 @@ def convert(cls: type, name: str, value: Any, place: str) -> Any:
 def like(cls: type, name: str) -> str:
     """What the user of a name that is no flag may have meant."""
     known = [*cls.__dataclass_fields__]
-    initials = {"".join(re.findall(r"(?<![a-z])[a-z]", flag)): flag for flag in known}  # lr: learning_rate
-    near = [initials[name]] if name in initials else difflib.get_close_matches(name, known, 1)
+    near = [SYNONYMS.get(re.sub("^(num|max|n)_", "", name))]
+    if near[0] not in known:
+        near = difflib.get_close_matches(name, known, 1)
     return f"the nearest is {near[0]}" if near else "--help lists them"
 
 
@@ -194,10 +200,11 @@ def read_argument(cls: type, arg: str) -> Setting:
 def read_file(path: str) -> list[Setting]:
     """The settings of a config file. ValueError if it holds anything else."""
     if not os.path.isfile(path):
-        remedy = f"flags are written --name=value, such as --out_dir={path}"
-        if path.endswith(".py"):
-            near = difflib.get_close_matches(path, glob.glob("config/*.py"), 1)
-            remedy = f"the nearest is {near[0]}" if near else "check the path"
+        files = glob.glob("config/*.py") + glob.glob(f"{glob.escape(path)}.py")
+        near = difflib.get_close_matches(path.removesuffix(".py") + ".py", files, 1, cutoff=0.7)
+        remedy = f"check the path; flags are written --name=value, such as --out_dir={path}"
+        if near and not os.path.isdir(path):
+            remedy = f"the nearest is {near[0]}"
         raise FileNotFoundError(f"{path}: no such config file; {remedy}")
     require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
     settings = []

@@ -21,6 +21,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cache
+from keyword import iskeyword
 from typing import NamedTuple, NoReturn
 
 LIMIT = 2**31  # of every number without a rule such as [<1]
@@ -63,7 +64,7 @@ def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
 def setting(name: str, value: object, place: str) -> str:
     """A flag, its value, of which long ones are cut, and where it was set, as errors name them."""
     text = f"{name}={value}"
-    if isinstance(value, str) and not value.isidentifier():
+    if isinstance(value, str) and (iskeyword(value) or not value.isidentifier()):
         text = f"{name}={value!r}"
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}..."

@@ -31,7 +31,7 @@ from data.hashing import hash64
 from data.pairs import Parts, encode
 from data.sources import RECORDS, Document, Source, find_files
 from data.tokenizer import build
-from data.writer import ShardWriter
+from data.writer import PROGRESS, ShardWriter
 
 JOB_CHARACTERS = 1_000_000  # of a job or more, and of a piece of a longer document
 JOB_DOCUMENTS = 4096  # most documents of a job
@@ -169,18 +169,29 @@ class Corpus:
                     if self.limit and split == "train":
                         tokens = tokens[: self.limit - self.tokens("train")]
                     self.out.add(split, tokens, int(split in SPLITS), lost)
+                number = document.number + 1
                 self.specials += self.special in whole_text(document.text)
                 if self.out.unsaved:
-                    self.out.save((document.file, document.row, document.number + 1))
+                    self.out.save((document.file, document.row, number))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(document.position - progress.n)
         if self.specials:
             fact = f"{self.specials:,} documents hold {self.special}, which is ordinary text in them"
             say(f"warning: {fact}; pass --separator='{self.special}' where it stands between documents")
         for split in SPLITS:
-            fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
-            remedy = "add text, cut it into more documents, or pass another --val_fraction"
-            require(self.tokens(split) >= 2, f"{fact}; {remedy}")
+            if self.tokens(split) < 2:
+                (self.out.temporary / PROGRESS).unlink(missing_ok=True)  # which other flags cannot continue
+                fact = f"the split {split} has {self.tokens(split)} tokens, and needs two"
+                raise ValueError(f"{fact}; {self.more_documents(number)}")
+
+    def more_documents(self, n: int) -> str:
+        """What gives both splits documents, of an input that has n of them now."""
+        remedy = "add text, or cut a text into more documents with --documents=paragraph"
+        if n > 1 and not self.source.val_fraction:
+            hashes = np.sort(hash64(np.arange(n, dtype=np.uint64)) / 2.0**64)
+            validate = max(1, n // 20)
+            remedy += f", or pass --val_fraction={hashes[validate - 1 : validate + 1].mean():.4g}"
+        return remedy
 
 
 def prepare(args: argparse.Namespace, files: list[str]) -> None:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import re
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -127,6 +128,8 @@ class DataSet:
         """Opens one split or mask, whose ids are below `limit`."""
         records = find_shards(self.folder, self.meta, name)
         check(records, self.folder, f"has no split {name} (no {name}_000000.bin, no {name}.bin)")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, soft + len(records)), hard))  # each shard stays open
         shards = []
         for record in records:
             path = self.folder / record["name"]
@@ -147,6 +150,10 @@ def open_data(name: str | Path, root: str | Path = "data", vocab_size: int = 0, 
     if not folder and re.search("[,:]", str(name)):
         return _open_mixture(str(name), root, vocab_size, verify)
     if not folder:
+        file = user_path(name)
+        if file.is_file() and file.suffix != ".bin" and not Path(root, file.stem).exists():
+            prepared = f"python data/text/prepare.py --input='{file}' --out='{file.stem}'"
+            raise ValueError(f"dataset={name} is a file; prepare it with {prepared}, and pass --dataset={file.stem}")
         fact = f"there is no data set {str(name)!r} in {display_path(Path(root))} and no such folder"
         folders = [path.name for path in Path(root).glob("[!_]*") if path.is_dir()]
         near = difflib.get_close_matches(str(name), folders, 1)

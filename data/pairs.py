@@ -27,11 +27,12 @@ def of_chat(where: str, messages) -> Parts:
     require(isinstance(messages, list), shape)
     parts = []
     text = ""
-    for message in messages:
-        require(isinstance(message, dict), shape)
-        role = message.get("role")
+    for number, message in enumerate(messages, 1):
+        require(isinstance(message, dict) and isinstance(message.get("role"), str), shape)
+        role = message["role"]
         content = message.get("content")
-        require(isinstance(role, str) and isinstance(content, str), shape)
+        fact = f"{where}: the content of message {number} is {ascii(content):.40}, not text"
+        require(isinstance(content, str), f"{fact}; write a text, or leave the message out")
         text += f"<|{role}|>\n"
         if role == "assistant":
             parts += [(text, False), (content, True)]

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import reason, require, say
@@ -55,7 +56,9 @@ def find_files(paths: Iterable[str]) -> list[str]:
         elif os.path.exists(path):
             files = [path]
         else:
-            files = glob.glob(path, recursive=True)
+            parent = next(filter(os.path.isdir, Path(path).parents), Path())  # whose name may have brackets
+            pattern = Path(glob.escape(str(parent)), *Path(path).parts[len(parent.parts) :])
+            files = glob.glob(str(pattern), recursive=True)
         regular = [f for f in files if os.path.isfile(f)]
         require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
         left_out["names that are no files"] += len(files) - len(regular)
@@ -145,6 +148,8 @@ class Source:
             if type(e) is ValueError:
                 raise
             remedy = "try again, unpack it, replace it, or leave it out"
+            if "too much memory" in str(e):  # the window of zstd --long
+                remedy = f"unpack it with zstd -d --long=31 '{name}'"
             raise ValueError(f"{name} cannot be read ({reason(e)}); {remedy}") from e
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
@@ -174,7 +179,7 @@ class Source:
             where = f"{name}:{number}"
             require(len(line) <= LARGEST, f"{where} has more than {LARGEST // 10**6} MB; {ONE_A_LINE}")
             try:
-                record = json.loads(line)
+                record = json.loads(line, parse_int=lambda digits: int(digits[:4000]))  # more is an error in Python
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{where} is not JSON ({reason(e)}); {ONE_A_LINE}") from None
             if not isinstance(record, dict):

@@ -64,7 +64,7 @@ class Config(ModelConfig):
     min_lr: float = 6e-5  # [schedule!=constant] learning rate at the end
     cooldown_iters: int = 0  # [schedule=wsd] steps over which wsd falls to min_lr, 0 = a fifth of lr_decay_iters
     # --- machine
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    device: str = "auto"  # [plan=False or device=auto|cuda*] auto, cpu, cuda, cuda:N or mps; a plan is for GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = bfloat16 where fast
     compile: bool | Literal["auto"] = "auto"  # torch.compile each block and the loss; auto = on GPUs
     activation_checkpoint: Literal["none", "selective", "full"] = "none"  # selective: recompute parts, full: all blocks

@@ -75,7 +75,9 @@ def find(where: str | Path) -> Path:
                 return found
     steps = steps_in(run)
     if not steps:
-        remedy = "give the out_dir of a run that has one, or train without --init_from"
+        remedy = "give the out_dir of a run that has one, or train first, with --init_from=scratch"
+        if (run / "config.json").is_file():
+            remedy = f"a model of Hugging Face is named hf:{run}"
         raise FileNotFoundError(f"no checkpoint in {run}; {remedy}")
     if pointer.name == "best":
         raise FileNotFoundError(f"{pointer} names no checkpoint; use the latest one, {steps[-1]}")

@@ -7,7 +7,7 @@ number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see conten
 import filecmp
 import os
 import uuid
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -128,8 +128,7 @@ def check_same_model(cfg, flags: dict, path: Path):
             refuse(cfg, name, f"{fact}; leave it out, or start from scratch in another --out_dir")
     if cfg.ema_decay and not flags.get("ema_decay"):
         fact = f"differs from 0.0 in {path}, which has no average to go on from"
-        remedy = f"leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere"
-        refuse(cfg, "ema_decay", f"{fact}; {remedy}")
+        refuse(cfg, "ema_decay", f"{fact}; leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere")
 
 
 def layout(cfg) -> dict[str, tuple]:
@@ -150,17 +149,16 @@ def check_same_weights(cfg, found: weights.Weights):
     expected = layout(before)
     if layout(cfg) == expected:
         return
-
-    def needs_others(name: str) -> bool:
-        changed = copy(before)
-        setattr(changed, name, getattr(cfg, name))
-        try:
-            return layout(changed) != expected
-        except ValueError:  # it fits only beside others that have changed too
-            return True
-
     names = [f.name for f in fields(ModelConfig) if getattr(cfg, f.name) != getattr(before, f.name)]
-    changed = list(filter(needs_others, names)) or names
+    changed = []
+    for name in names:
+        alone = copy(before)
+        setattr(alone, name, getattr(cfg, name))
+        with suppress(ValueError):  # it fits only beside others that have changed too
+            if layout(alone) == expected:
+                continue
+        changed.append(name)
+    changed = changed or names
     old = ", ".join(f"{name}={getattr(before, name)}" for name in changed)
     remedy = "leave these flags out, or start with --init_from=scratch"
     refuse(cfg, " ".join(changed), f"the weights in {found.path}, of a model with {old}, do not fit; {remedy}")

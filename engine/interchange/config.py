@@ -58,12 +58,6 @@ def express(condition: object, fact: str):
     require(condition, f"{fact} can be expressed by our flags; choose another model")
 
 
-def above_zero(name: str, value: Any) -> Any:
-    """The value of a key, which is null or more than 0. transformers takes a 0 as it is: it hides all, or divides."""
-    express(value != 0, f"{name}={value}, but only null or more than 0")
-    return value
-
-
 def refuse_rest(keys: dict, neutral: dict[str, Any]):
     """ValueError names the first key that nobody has taken, unless it has this value, or null."""
     remedy = "delete it if it changes nothing in this model, or choose another model"
@@ -117,13 +111,15 @@ class Family:
     def flags(self, config: dict) -> dict[str, Any]:
         """Our flags for this config.json. ValueError if they cannot express it, or another error for a wrong type."""
         keys = self.keys | config
+        for name in ("sliding_window", *CAPS):  # transformers takes a 0 as it is: it hides all tokens, or divides
+            express(keys.get(name) != 0, f"{name}=0, but only null or more than 0")
         flags = dict(self.ours)
         for name, flag in SAME.items():
             if name in self.keys:
                 flags[flag] = convert(ModelConfig, flag, keys.pop(name), name)
         for name, flag in CAPS.items():
             if name in self.keys:
-                flags[flag] = above_zero(name, keys.pop(name)) or 0.0
+                flags[flag] = keys.pop(name) or 0.0
         flags |= self._mlp(keys, flags["n_embd"])
         for part in self.parts:
             flags |= part(keys, flags)
@@ -213,7 +209,7 @@ def scores(keys: dict, flags: dict) -> dict:
 
 
 def window(keys: dict, flags: dict) -> dict:
-    return {"window": above_zero("sliding_window", keys.pop("sliding_window")) or 0}
+    return {"window": keys.pop("sliding_window") or 0}
 
 
 def qwen_windows(keys: dict, flags: dict) -> dict:
@@ -243,7 +239,7 @@ def windows(keys: dict, flags: dict, slides: Callable[[int], bool]) -> dict:
     if size is None or "S" not in pattern:
         return {}
     shortest = next(pattern[:n] for n in range(1, L + 1) if (pattern[:n] * L).startswith(pattern))
-    return {"window": above_zero("sliding_window", size), "window_pattern": "" if shortest == "S" else shortest}
+    return {"window": size, "window_pattern": "" if shortest == "S" else shortest}
 
 
 def rope(keys: dict, flags: dict) -> dict:

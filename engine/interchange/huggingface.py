@@ -139,7 +139,8 @@ def read_hf(where: str | Path) -> Pretrained:
     if our flags cannot express it, or if its files are damaged. Pickles are refused."""
     folder = locate(str(where))
     file = folder / "config.json"
-    require(file.is_file(), f"{folder} has no config.json; give the folder of a Hugging Face model")
+    remedy = f"give the folder of a Hugging Face model; a run of train.py is named checkpoint:{folder}"
+    require(file.is_file(), f"{folder} has no config.json; {remedy}")
     try:
         config = dict(files.read_json(file))
     except (ValueError, TypeError, RecursionError) as error:
@@ -181,6 +182,9 @@ def open_files(folder: Path) -> dict[str, Tensor]:
     remedy = "load it with transformers and call save_pretrained(DIR, safe_serialization=True)"
     paths = sorted(path for path in folder.iterdir() if OF_WEIGHTS.fullmatch(path.name))
     require(paths, f"{folder} has no model.safetensors (pickles are not read); {remedy}")
+    saves = sorted({re.sub("-[0-9]+-", "-*-", path.name) for path in paths})
+    fact = f"{folder} has the weights of several saves: {', '.join(saves):.200}"
+    require(len(saves) == 1, f"{fact}; move the older ones elsewhere")
     found = {}
     for path in paths:
         try:

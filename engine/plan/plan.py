@@ -91,6 +91,8 @@ def report(plan: Plan) -> str:
         for name, value in {"activation_checkpoint": "full", "parallel": "fsdp"}.items():
             if getattr(cfg, name) != value:
                 verdict += f", {name}={value}"
+    days = plan.step * cfg.max_iters / 86400
+    duration = f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
     ramp = ", as if all steps had the last batch of batch_ramp" if cfg.ramp else ""
     lines = [
         f"{plan.work.n_params:,} parameters, {plan.work.flops_per_token / 1e9:,.4g} GFLOP per token forward and "
@@ -99,13 +101,12 @@ def report(plan: Plan) -> str:
         "\nmemory of a rank in GiB",
         *(row(kind, n / 2**30) for kind, n in plan.memory.items() if n),
         row("at the worst moment", plan.total / 2**30, f"of {gpu.memory / 2**30:.0f}: {verdict}"),
-        "\ntraffic of a rank in a step in GB",
+        *(["\ntraffic of a rank in a step in GB"] if any(plan.traffic.values()) else []),
         *(row(kind, n / 1e9, f"{plan.sending[kind]:.3f} s") for kind, n in plan.traffic.items() if n),
         "\ntime of a step in seconds",
         *(row(cause, seconds) for cause, seconds in plan.seconds.items()),
         row("in all", plan.step, f"MFU {plan.mfu:.1%} of {plan.peak / 1e12:,.0f} TFLOP/s"),
-        f"max_iters={cfg.max_iters:,}: {plan.tokens * cfg.max_iters / 1e9:,.1f} billion tokens in "
-        f"{plan.step * cfg.max_iters / 86400:,.1f} days{ramp}",
+        f"max_iters={cfg.max_iters:,}: {plan.tokens * cfg.max_iters / 1e9:,.1f} billion tokens in {duration}{ramp}",
         f"\nAssumed, not measured: {gpu.achieved:.0%} of the peak; {LINK:.0%} of {gpu.intra / 1e9:.0f} GB/s among the "
         f"{PER_NODE} GPUs of a node, and of {gpu.inter / 1e9:.0f} GB/s beyond;",
         f"{OVERLAP:.0%} of the computation hides traffic of data ranks; {USABLE:.0%} of the memory is usable.",

@@ -18,10 +18,14 @@ import torch
 from helpers import ROOT, TINY, Bomb, refused
 from ranks import command, exit_codes, torchrun
 from test_imports import COMMANDS, MODULE
+from test_remedies import prepare_text
 
+import evaluate
 import sample
 import train
 from data import errors
+from engine.interchange import __main__ as interchange
+from tools import lens, plot
 
 
 @pytest.fixture
@@ -50,8 +54,8 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--init_from=nanogpt:/no/ckpt.pt", ["/no/ckpt.pt"]),
     ("--simplified_beta_ff=1.7e308 --block=simplified", ["simplified_beta_ff=1.7e+308", "must be <2147483648"]),
     ("--gradient_accumulation_steps=2**31-1", ["gradient_accumulation_steps=2147483647", "must be <1048576"]),
-    ("--plan=True --world_size=4 --pp=3", ["there are 4; ", "plan for --world_size=6, or set them to 1"]),
-    ("--plan=True --world_size=2 --parallel=fsdp --dtype=float16", ["dtype=float16 ", " parallel=fsdp"]),
+    ("--plan=True --device=auto --world_size=4 --pp=3", ["there are 4; ", "plan for --world_size=6, or set them to 1"]),
+    ("--plan=True --device=auto --world_size=2 --parallel=fsdp --dtype=float16", ["dtype=float16 ", " parallel=fsdp"]),
     ("--batch_ramp=2147483647:9", ["batch_ramp='2147483647:9'", "8:1000"]),
     ("--out_dir=~nobody_is_called_so/x", ["out_dir='~nobody_is_called_so/x'", "must be: folder"]),
     ("--dataset=" + "x" * 5000, ["xxx ... xxx"]),
@@ -131,6 +135,34 @@ def test_ids_that_were_changed_after_the_preparation(split, told, tiny_data, tmp
     for shard in data.glob(f"{split}_*.bin"):
         shard.write_bytes(shard.read_bytes()[:1024] + b"\xff\x7f" * ((shard.stat().st_size - 1024) // 2))
     told(f"--dataset={data}", f"data {split} has token id 32767")
+
+
+def test_messages_of_success_escape_names(run, tiny_data, tmp_path, capsys):
+    """As errors do. What a terminal takes as a command, or a line of its own, is shown."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
+    name = "a\x1b[31m\nb"
+    data = shutil.copytree(tiny_data, tmp_path / f"{name} data")
+    out = run("--max_iters=1", "--warmup_iters=0", "--eval_interval=0", "--eval_iters=1", f"--dataset={data}", out=name)
+    text = tmp_path / f"{name}.txt"
+    text.write_text("one two\n" * 9)
+    written = [f"--out={tmp_path / name} text", f"--input={text}", "--tokenizer=byte"]
+    model = [f"--out_dir={out}", "--device=cpu"]
+    said = capsys.readouterr().out
+    for main, argv in (
+        (prepare_text, written),
+        (evaluate.main, model),
+        (evaluate.main, [*model, f"--file={text}"]),
+        (sample.main, [*model, "--max_new_tokens=1"]),
+        (lens.main, [*model, "--start=abc"]),
+        (plot.main, [str(out)]),
+        (interchange.main, ["export", str(out), f"{out}/exported"]),
+    ):
+        main(argv)
+        found = capsys.readouterr()
+        told = found.err if main is sample.main else found.out
+        assert r"a\x1b[31m\nb" in told, told
+        said += told
+    assert "\x1b" not in said and name not in said
 
 
 def train_with_a_wrong_flag():

@@ -162,9 +162,9 @@ BAD = [
     ("a.tar", archive(), "holds NUL bytes, as archives and UTF-16 do; unpack or convert it"),
     ("a.tar.gz", gzip.compress(archive()), "holds NUL bytes"),
     ("a.txt", "one".encode("utf-16-le"), "holds NUL bytes"),
-    ("a.txt.zst", bytes.fromhex("28b52ffd00a8290000") + b"hello", "requires too much memory for decoding); try again"),
+    ("a.txt.zst", bytes.fromhex("28b52ffd00a8290000") + b"hello", "requires too much memory for decoding); unpack"),
     ("a.jsonl", LONG, "a.jsonl:1 has more than"),
-    ("a.txt", b"", "the split train has 0 tokens, and needs two; add text, cut it into more documents"),
+    ("a.txt", b"", "the split train has 0 tokens, and needs two; add text, or cut a text into more documents"),
 ]  # fmt: skip
 BAD = [(*row, DOCUMENTS) for row in BAD] + [
     ("a.txt", LONG, "the document that begins at byte 0 has more than", ["file", "line"]),

@@ -100,7 +100,7 @@ def test_a_source_begins_a_text_and_a_target_goes_on():
     ({"source": "a"}, "source,target", {}, ":1 has no field 'target'; pass --field or --pairs of source"),
     ({"source": "a", "target": 3}, "source,target", {}, ":1: target is 3, not text; remove it, or pass another field"),
     ({"chat": "Hi"}, "chat", {}, ":1: chat is no chat; write a list of"),
-    ({"chat": [{"role": "user"}]}, "chat", {}, ":1: chat is no chat; write a list of"),
+    ({"chat": [{"role": 3, "content": ""}]}, "chat", {}, ":1: chat is no chat; write a list of"),
     ({"chat": [3]}, "chat", {}, ":1: chat is no chat; write a list of"),
     ({"chat": CHAT[:2]}, "chat", {}, ":1: chat has no message of the role assistant, so there is nothing to learn; re"),
     (TEXT, "a,b,c", {}, "pairs=a,b,c is not possible"), (TEXT, "a,", {}, "pairs=a, is not possible"),

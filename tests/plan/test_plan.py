@@ -36,7 +36,7 @@ from model import BLOCK, Model
 STATES = "parameters", "gradients", "optimizer state"
 TINY = {
     "n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "vocab_size": 512, "batch_size": 2,
-    "gradient_accumulation_steps": 16, "dtype": "float32", "device": "cpu", "compile": False, "plan": True,
+    "gradient_accumulation_steps": 16, "dtype": "float32", "compile": False, "plan": True,
 }  # fmt: skip
 TWICE = {"gradient_accumulation_steps": 8}  # two micro-batches a rank of four: copies exchange behind the last alone
 LAYOUTS = [
