@@ -50,7 +50,7 @@ class ModelConfig(LayerFlags):
     dropout: float = 0.0  # [<1] on embeddings, attention weights and both sub-layers' outputs
     bias: bool = False  # bias in linear layers and layer norms, as in GPT-2
     qkv_bias: bool = False  # [bias=False] bias of q, k and v alone (Qwen2)
-    norm_bias: bool = False  # [bias=False] bias of layer norms alone (Falcon, StableLM)
+    norm_bias: bool = False  # [bias=False] Layer norms have a bias, and linear layers have none (Falcon, StableLM).
     # [norm=layernorm and norm_placement!=none or last_norm=layernorm or bare]
     tie_weights: bool = True  # the head shares the token embedding
     init_std: float = 0.02  # [>0] [<65536] standard deviation of the initial weights
@@ -66,11 +66,11 @@ class ModelConfig(LayerFlags):
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
     # [norm!=none and norm_placement!=none or last_norm!=same or block=simplified* or qk_norm=True]
     mlp: Literal["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"] = "gelu"
-    # [has_map or has_soft_slots and n_slot=0] relu2 arXiv:2109.08668, *glu arXiv:2002.05202; *_tanh: as GPT-2 and Gemma
+    # [has_map or has_soft_slots and n_slot=0] The MLP's map. arXiv:2109.08668 has relu2, 2002.05202 *glu, GPT-2 *_tanh.
     mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
-    conv: int = 0  # [<=64] K taps of a causal convolution, added to what a sum's readers see (docs/blocks.md); 0 = off
-    # [conv!=1] [objective=causal] for each channel alone (arXiv:2109.08668, 2512.17351)
+    conv: int = 0  # [<=64] K taps of a causal convolution of each channel alone (arXiv:2109.08668, 2512.17351); 0 = off
+    # [conv!=1] [objective=causal] What it gives is added to what a sum's readers see (docs/blocks.md).
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)

@@ -103,7 +103,7 @@ def runs(tiny_data, tmp_path_factory):
         flags("half", "--max_iters=2", "--lr_decay_iters=4", "--save_interval=2"),
         flags("half", "--init_from=resume"),
         flags("apart", apart),
-        flags("plan", "--plan=True", "--n_head=16", "--n_embd=4096"),
+        flags("plan", "--plan=True", "--device=auto", "--n_head=16", "--n_embd=4096"),
     ]
     of_two = [
         flags("tp", "--tp=2", "--activation_checkpoint=full"),

@@ -54,7 +54,7 @@ def test_only_auto_on_a_cpu_asks_for_them(monkeypatch, trained, capsys):
     for index, dtype in enumerate((torch.bfloat16, torch.float16)):
         assert agreed_dtype("auto", torch.device("cuda", index)) == dtype
     parallel.check_flags(parse(Config, SHORT))
-    train.main([*SHORT, "--plan=True", "--vocab_size=257"])
+    train.main([*SHORT, "--plan=True", "--device=auto", "--vocab_size=257"])
     assert "of 989 TFLOP/s" in capsys.readouterr().out  # in bfloat16
     sample.main([f"--out_dir={trained}", "--max_new_tokens=3", "--device=cpu"])
 
