@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from data.errors import require
-from engine.help import alternatives, choices, usage
+from engine.help import alternatives, choices, like, usage
 from engine.retired import CHANGED_NO_NUMBER, is_retired
 from flags import UNSET, Flags, check_limits, documented, holds, refuse_unused, rests_on, setting, unused
 from model import Model, ModelConfig
@@ -43,11 +43,6 @@ OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
     ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
-SYNONYMS = {  # words of other programs -> our flags
-    "lr": "learning_rate", "wd": "weight_decay", "ema": "ema_decay", "epochs": "max_iters", "steps": "max_iters",
-    "layers": "n_layer", "heads": "n_head", "hidden_size": "n_embd", "embed_dim": "n_embd", "d_model": "n_embd",
-    "context_length": "block_size", "sequence_length": "block_size", "seq_len": "block_size",
 }  # fmt: skip
 LARGEST_FILE = 2**20  # bytes
 LARGEST = 1000  # characters of a computed number or text
@@ -166,15 +161,6 @@ def convert(cls: type, name: str, value: Any, place: str) -> Any:
     except (ValueError, OverflowError):
         kinds = " or ".join(choices(flag.type))
         raise ValueError(f"{setting(name, value, place)}: expected {kinds}, such as {flag.default}") from None
-
-
-def like(cls: type, name: str) -> str:
-    """What the user of a name that is no flag may have meant."""
-    known = [*cls.__dataclass_fields__]
-    near = [SYNONYMS.get(re.sub("^(num|max|n)_", "", name))]
-    if near[0] not in known:
-        near = difflib.get_close_matches(name, known, 1)
-    return f"the nearest is {near[0]}" if near else "--help lists them"
 
 
 def refuse_address(path: str, here: str):

@@ -172,7 +172,7 @@ class Corpus:
                 number = document.number + 1
                 self.specials += self.special in whole_text(document.text)
                 if self.out.unsaved:
-                    self.out.save((document.file, document.row, number))
+                    self.out.save((document.file, document.row, document.number + 1))
                 progress.set_postfix_str(f"{self.tokens('train'):,} tokens to train on", refresh=False)
                 progress.update(document.position - progress.n)
         if self.specials:

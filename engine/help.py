@@ -1,5 +1,6 @@
-"""Flags as text: what --help prints, and the config file that a run leaves in its folder."""
+"""Flags as text: what --help prints, the nearest of a wrong name, and the config file that a run leaves."""
 
+import difflib
 import textwrap
 from collections.abc import Iterable
 from itertools import groupby
@@ -8,6 +9,12 @@ from typing import Any, get_args
 
 from data.files import write_file
 from flags import documented, unused
+
+SYNONYMS = {  # words of other programs -> our flags
+    "lr": "learning_rate", "wd": "weight_decay", "ema": "ema_decay", "epochs": "max_iters", "steps": "max_iters",
+    "layers": "n_layer", "heads": "n_head", "hidden_size": "n_embd", "embed_dim": "n_embd", "d_model": "n_embd",
+    "context_length": "block_size", "sequence_length": "block_size", "seq_len": "block_size",
+}  # fmt: skip
 
 
 def alternatives(kind: Any) -> list[Any]:
@@ -24,6 +31,15 @@ def choices(kind: Any) -> list[str]:
     for alternative in alternatives(kind):
         words += ["True", "False"] if alternative is bool else [getattr(alternative, "__name__", alternative)]
     return words
+
+
+def like(cls: type, name: str) -> str:
+    """What the user of a name that is no flag may have meant."""
+    known = [*cls.__dataclass_fields__]
+    near = [SYNONYMS.get(name.removeprefix("n_").removeprefix("num_").removeprefix("max_"))]
+    if near[0] not in known:
+        near = difflib.get_close_matches(name, known, 1)
+    return f"the nearest is {near[0]}" if near else "--help lists them"
 
 
 def usage(cls: type, doc: str) -> str:

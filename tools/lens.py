@@ -206,8 +206,7 @@ def main(argv: list[str] | None = None):
         try:
             units, n, together = read_units(model, tokenizer, idx, *of_reader)
         except (AttributeError, LookupError, TypeError, RuntimeError) as error:  # of a reader that somebody has changed
-            fact = f"a change of reader={cfg.reader or 'context'} is not known to tools/heads.py ({reason(error)})"
-            raise ValueError(f"{fact}; add its case to contextual_mlp") from None
+            raise ValueError(f"reader={cfg.reader} was changed ({reason(error)}); add it to tools/heads.py") from None
         query = spelled(tokenizer, int(idx[position]))
         title = f"layer {cfg.layer}, {cfg.reader or 'context'}, head {cfg.head}, query {position} {query}"
         print(printable(f"{path}, {title}: {n} units, which together promote {listed(together)}"))

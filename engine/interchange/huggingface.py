@@ -139,8 +139,7 @@ def read_hf(where: str | Path) -> Pretrained:
     if our flags cannot express it, or if its files are damaged. Pickles are refused."""
     folder = locate(str(where))
     file = folder / "config.json"
-    remedy = f"give the folder of a Hugging Face model; a run of train.py is named checkpoint:{folder}"
-    require(file.is_file(), f"{folder} has no config.json; {remedy}")
+    require(file.is_file(), f"{folder} has no config.json; give a Hugging Face model, or a run as checkpoint:{folder}")
     try:
         config = dict(files.read_json(file))
     except (ValueError, TypeError, RecursionError) as error:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import sample
 import train
-from configurator import SYNONYMS, parse
+from configurator import parse
 from data import corpus
 from data.dataset import open_data
 from data.errors import user_errors
@@ -29,6 +29,7 @@ from data.text import prepare
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.config import Config
+from engine.help import SYNONYMS
 from engine.interchange import __main__ as interchange
 from engine.interchange.huggingface import read_hf
 from sample import SampleConfig
@@ -95,9 +96,9 @@ def test_a_value_in_quotation_marks(remedy):
 OTHER_NAMES = [  # of a model: command, flag, what is typed, the remedy in the line
     (sample.main, "out_dir", "{exported}", r"no checkpoint in \S+; a model of Hugging Face is named (hf:\S+)"),
     (evaluate.main, "out_dir", "ema:{exported}", r"a model of Hugging Face is named (hf:\S+)"),
-    (sample.main, "out_dir", "hf:{trained}", r"has no config.json; .*named (checkpoint:\S+)"),
+    (sample.main, "out_dir", "hf:{trained}", r"has no config.json; .* a run as (checkpoint:\S+)"),
     (train.main, "init_from", "checkpoint:{exported}", r"a model of Hugging Face is named (hf:\S+)"),
-    (train.main, "init_from", "hf:{trained}", r"has no config.json; .*named (checkpoint:\S+)"),
+    (train.main, "init_from", "hf:{trained}", r"has no config.json; .* a run as (checkpoint:\S+)"),
 ]
 
 

@@ -150,7 +150,7 @@ class OfTwoTokens(M.MLP):
 def test_an_mlp_that_somebody_has_changed(kind, trained, monkeypatch, capsys):
     monkeypatch.setattr(M, "MLP", kind)
     read = [f"--out_dir={trained}", *READ, "--reader=mlp"]
-    words = ["a change of reader=mlp is not known to tools/heads.py (", "; add its case to contextual_mlp"]
+    words = ["reader=mlp was changed (", "; add it to tools/heads.py"]
     refused(lens.main, read, capsys, words)
     monkeypatch.undo()
     assert "units, which together promote" in output(capsys, *read)[0]
