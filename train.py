@@ -8,9 +8,9 @@
     python train.py config/x.py --init_from=hf:DIR                    # from a model of Hugging Face
     python train.py config/x.py --init_from=nanogpt:ckpt.pt           # starts from nanoGPT's weights
 
-Watch it with tensorboard --logdir=out/x. Ctrl-C (SIGINT) or SIGTERM finishes the step or leaves the evaluation, saves a
-checkpoint and exits. A second signal, after the line that answers the first one, ends the run at once, and so does the
-first one while no step is done yet.
+Watch it with tensorboard --logdir=out/x. Ctrl-C (SIGINT), SIGTERM, SIGUSR1 and a closed ssh (SIGHUP) finish the step
+or leave the evaluation, save a checkpoint and exit. A second Ctrl-C or SIGTERM, after the line that answers the first
+one, ends the run at once, and so does any signal while no step is done yet.
 """
 
 import os

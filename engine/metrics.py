@@ -142,10 +142,9 @@ class Console:
             self.bar.clear()
         try:
             print(printable(text), flush=True)
-        except BrokenPipeError:  # as in `| head`: save and stop, as after SIGTERM
-            handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-            if signal.SIG_DFL not in handlers:  # else one has come already, such as the Ctrl-C that also ended `| tee`
-                os.kill(os.getpid(), signal.SIGTERM)
+        except BrokenPipeError:  # as in `| head`: save and stop. Where Ctrl-C has ended `| tee`, it asks for this too
+            if callable(signal.getsignal(signal.SIGUSR1)):  # the run listens, see engine.stop_signal
+                os.kill(os.getpid(), signal.SIGUSR1)
         except OSError as error:  # the terminal is gone, or the disk is full
             say(f"warning: stdout: {error.strerror}; the run goes on, and metrics.jsonl has its figures")
         if self.bar is not None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask a run to stop, and all ranks stop after the same step.
+"""Signals ask a run to stop, and all ranks stop after the same step.
 
     stop = StopSignal(ranks)
     while not stop.agreed():
@@ -6,8 +6,9 @@
         stop.listen()                       # from now on a signal lets the run save first
     stop.finish()                           # before the process group ends
 
-A second signal, after the line that answers the first one, ends the process at once. So does the first one before the
-first step, when nothing is lost.
+A second SIGTERM or SIGINT, after the line that answers the first one, ends the process at once. So does any signal
+before the first step, when nothing is lost. SIGHUP and SIGUSR1 may come several times without anybody's hurry: a
+terminal that is closed sends SIGHUP twice, and torchrun then sends SIGHUP and SIGTERM.
 """
 
 import os
@@ -18,36 +19,41 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPING = "stopping after this step; press Ctrl-C again to quit now"
 
 
 class StopSignal:
-    """What has come of the signals SIGTERM and SIGINT. Every rank makes one."""
+    """What has come of the signals STOPS. Every rank makes one."""
 
     def __init__(self, ranks):
         self.name = ""  # of the first signal that this process has caught
         self.listens = False
+        self.hurried = False  # whether a SIGTERM or SIGINT has come
         self.size = ranks.size
         self.speaks = ranks.rank == 0
         self.reduction = None
 
     def listen(self):
-        """Catch both signals from now on. Further calls do nothing."""
+        """Catch the signals from now on, but those that are ignored, as SIGHUP by nohup. Further calls do nothing."""
         if not self.listens:
             self.listens = True
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._catch)
+            for number in STOPS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame):
         """Remember the first signal. Python calls this after its current operation, such as a backward pass."""
-        if self.name:
-            os._exit(128 + number)
-        self.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process also within an operation
-        if self.speaks:
+        if number in (signal.SIGTERM, signal.SIGINT):
+            if self.hurried:
+                os._exit(128 + number)
+            self.hurried = True
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the process also within an operation
+        if self.speaks and not self.name:
             erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
             with suppress(OSError):
                 os.write(2, f"{erase}{STOPPING}\n".encode())
+        self.name = self.name or signal.Signals(number).name
 
     def agreed(self) -> bool:
         """Whether all ranks stop here. Every rank calls it equally often, and gets the same answer in the same call.

@@ -31,6 +31,7 @@ from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import ShardWriter
 from engine import compilation
 from engine.parallel import ranks as parallel
+from engine.stop_signal import STOPS
 
 # The same examples in every run, so that a failure belongs to the change before it; --hypothesis-profile=random draws
 # others.
@@ -113,7 +114,7 @@ def more_data(tmp_path) -> Path:
 @pytest.fixture
 def in_this_process():
     """A test may train, with one thread; in the end signals have their handlers of before, and tensors are float32."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in STOPS}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

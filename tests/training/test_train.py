@@ -490,9 +490,10 @@ def test_the_batch_grows(run, tmp_path, capsys):
         assert f"batch_ramp={wrong!r} (command line)" in line
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGINT], ids=["head", "tee"])
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGHUP], ids=["head", "tee", "closed"])
 def test_a_pipe_that_nobody_reads_any_more(number, tiny_data, tmp_path, run):
-    """`| head -3` ends the run like a SIGTERM. A terminal sends Ctrl-C to `| tee` too, which then reads nothing."""
+    """`| head -3` ends the run like a SIGTERM. A terminal sends Ctrl-C to `| tee` too, which then reads nothing, and
+    SIGHUP when it is closed."""
     flags = [*TINY, f"--dataset={tiny_data}", "--max_iters=100000", "--lr_decay_iters=40", "--log_interval=1"]
     os.mkfifo(tmp_path / "pipe")
     process = begin(["train.py", *flags, f"--out_dir={tmp_path / 'cut'}"], tmp_path, stdout=tmp_path / "pipe")
@@ -552,6 +553,29 @@ def test_a_signal_is_answered(rank, capfd, in_this_process):
     stop.listen()
     assert stop.name == "SIGINT" and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert capfd.readouterr().err == ("" if rank else f"{STOPPING}\n")
+
+
+def test_signals_that_come_twice_by_themselves(capfd, monkeypatch, in_this_process):
+    """A terminal that is closed sends SIGHUP by the shell and by the kernel, and torchrun turns two of them into SIGHUP
+    and SIGTERM; Slurm may send SIGUSR1 again. Only a second SIGTERM or SIGINT ends the process at once."""
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    stop = StopSignal(ALONE)
+    stop.listen()
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        signal.raise_signal(number)
+        assert stop.name == "SIGHUP" and stop.agreed() and not exits
+    signal.raise_signal(signal.SIGINT)
+    assert exits == [128 + signal.SIGINT] and capfd.readouterr().err.startswith(f"{STOPPING}\n")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(in_this_process):
+    """As nohup does with SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopSignal(ALONE)
+    stop.listen()
+    signal.raise_signal(signal.SIGHUP)
+    assert not stop.agreed()
 
 
 @pytest.mark.parametrize("failing, kept, best", [(4, [2], None), (8, [4, 6], 4)])
