@@ -1,17 +1,19 @@
 """Saves the checkpoints of a training run, and ends the run if one cannot be written or its numbers are not finite."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor
 
-from data.errors import fail
+from data.errors import fail, one_line
+from data.lock import lock_again
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.contents import finite, own_part
 from engine.metrics import Silent
 from engine.parallel.owners import Part
-from engine.parallel.ranks import is_first_rank, leave, of_all_ranks
+from engine.parallel.ranks import is_first_rank, leave, of_all_ranks, of_first_rank
 from engine.stop_signal import StopSignal
 
 
@@ -52,11 +54,12 @@ class Checkpoints:
             self.fail(f"at step {step}, {name} has numbers that are not finite; lower --learning_rate", before=step)
         state = state | {"best_val_loss": self.best_loss, "best_step": self.best_step}
         try:
+            of_first_rank(partial(lock_again, self.cfg.out_dir, "out_dir"))
             checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             try:
                 if is_first_rank():
-                    self.fail(str(error), 2)
+                    self.fail(one_line(error), 2)
                 raise SystemExit(2) from None
             finally:
                 self.stop.finish()

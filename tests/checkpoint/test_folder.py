@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import shutil
@@ -22,6 +23,7 @@ from configurator import parse
 from data.files import new_file, write_file
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import locked
+from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
 
 
@@ -81,6 +83,54 @@ def test_a_lock_that_its_holder_removes_is_nobodys(tmp_path):
         pass
     thread.join()
     assert not (tmp_path / "out").exists()
+
+
+def taken_away_before_a_save(folder: Path, monkeypatch, takes):
+    """The run in the folder begins its second save behind takes(folder)."""
+    save, saves = train.Run.save, itertools.count(1)
+
+    def taken(run):
+        if next(saves) == 2:
+            takes(folder)
+        save(run)
+
+    monkeypatch.setattr(train.Run, "save", taken)
+
+
+@pytest.mark.parametrize("takes", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("moved"))])
+def test_a_folder_that_is_taken_away_from_its_run(takes, run, tmp_path, tiny_data, monkeypatch, capsys):
+    """It is made anew for the next save, in the old place and with a lock, and a line says so."""
+    flags = ["--max_iters=6", "--save_interval=2", "--eval_interval=0"]
+    taken_away_before_a_save(tmp_path / "out", monkeypatch, takes)
+    outcome, said = Checkpoints.outcome, []
+
+    def others_come(*args):
+        said.append(capsys.readouterr().err)
+        argv = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
+        refused(train.main, argv, capsys, [f"belongs to process {os.getpid()} on "])
+        return outcome(*args)
+
+    monkeypatch.setattr(Checkpoints, "outcome", others_come)
+    folder = run(*flags)
+    assert said == [f"warning: out_dir={folder} was moved or deleted; it is made anew, with checkpoints alone\n"]
+    assert {path.name for path in folder.glob("step_*")} == {"step_00000004", "step_00000006"}
+
+
+def test_a_folder_that_another_run_has_taken(run, tmp_path, monkeypatch, capsys):
+    """Its lock is respected: the first run, whose folder was moved, ends with a line."""
+    others = []
+
+    def takes(folder: Path):
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        others.append(open(folder / ".lock", "w"))
+        fcntl.flock(others[0], fcntl.LOCK_EX)
+
+    taken_away_before_a_save(tmp_path / "out", monkeypatch, takes)
+    said = refused(lambda flags: run(*flags), ["--max_iters=6", "--save_interval=2"], capsys)
+    others[0].close()
+    assert f"out_dir={tmp_path / 'out'} belongs to process" in said
+    assert os.listdir(tmp_path / "out") == [".lock"] and (tmp_path / "moved" / "step_00000002").is_dir()
 
 
 def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
