@@ -6,6 +6,10 @@ the system, which may kill the process.
 """
 
 import os
+import resource
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -67,7 +71,23 @@ def shortage(need: int, device: torch.device) -> str:
         limit = torch.cuda.get_device_properties(device).total_memory
     else:
         where = "a process of this machine"
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // environment().local_size
+        limit = host_memory()
     if need <= limit:
         return ""
     return f"needs at least {need / 2**30:,.1f} GiB, and {where} can have {limit / 2**30:,.1f} GiB of memory"
+
+
+def host_memory(root: str | Path = "/") -> int:
+    """The most bytes that this process can have: its share of those of the machine or of its cgroups, which the ranks
+    here divide, or its own limit of addresses. cgroups have limits in v1 and v2, also in the groups around them."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError):  # other systems have no cgroups
+        for line in Path(root, "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)  # v2 has no controllers here
+            folder = Path(root, "sys/fs/cgroup", controllers, group.lstrip("/"))
+            for path, name in product((folder, *folder.parents), ("memory.max", "memory.limit_in_bytes")):
+                with suppress(OSError, ValueError):  # there is none, or it is "max"
+                    limits.append(int((path / name).read_text()))
+    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    shared = min(limits) // environment().local_size
+    return shared if own == resource.RLIM_INFINITY else min(shared, own)

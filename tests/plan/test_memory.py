@@ -1,6 +1,7 @@
 """What can never fit into the memory is refused in a line before it is allocated, and torch's error is a line too."""
 
 import os
+import resource
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from sample import SampleConfig
 from tools import lens
 
 CPU = torch.device("cpu")
+CGROUP = "proc/self/cgroup"
 
 
 @pytest.mark.parametrize("layer,heads", [("c,p", 3 * 4), ("c/2,p;c+c/2,s", 2 * 2 + 6), ("c,p;p", 2 * 4)])
@@ -79,6 +81,31 @@ def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):
         np.arange(999, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
     argv = [*TINY, f"--dataset={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
     refused(train.main, argv, capsys, ["vocab_size=2000000000 "])
+
+
+GROUPS = {  # /proc/self/cgroup: limits of cgroups below /sys/fs/cgroup, and which is the smallest of this process
+    "0::/slurm/job_7/step_0": ({"slurm/job_7/memory.max": "6000", "slurm/job_7/step_0/memory.max": "max"}, 6000),
+    "0::/a\n": ({"a/memory.max": "7000", "memory.max": "5000", "b/memory.max": "1"}, 5000),
+    "0::/of/the/host": ({"memory.max": "4000\n"}, 4000),  # in a container, whose group is mounted as the root
+    "5:cpu:/\n4:memory:/a/b": ({"memory/a/memory.limit_in_bytes": "3000", "cpu/memory.max": "x"}, 3000),
+    "4:memory:/a": ({"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 8000),
+    "1:name=systemd:/": ({}, 8000),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_process_has_the_memory_of_its_cgroups(groups, tmp_path, monkeypatch):
+    """At most that of the machine, of 8000 bytes. Ranks share it, and each has its own limit of addresses."""
+    limits, smallest = GROUPS[groups]
+    for name, text in ({f"sys/fs/cgroup/{path}": limit for path, limit in limits.items()} | {CGROUP: groups}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4, "SC_PHYS_PAGES": 2000}.get)
+    assert memory.host_memory(tmp_path) == smallest
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory.host_memory(tmp_path) == smallest // 2
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (1000, -1)}.get)
+    assert memory.host_memory(tmp_path) == 1000
 
 
 @pytest.mark.parametrize("eval_only", [False, True])
