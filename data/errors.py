@@ -99,13 +99,18 @@ class Stdout(io.FileIO):
             raise
 
 
-def command(main: Callable[[], Any], kinds: Any = OSError):
+def command(main: Callable[[], Any], kinds: Any = OSError, interruptible: bool = False):
     """Run the main function of a script, and exit with the code that it returns, or 0.
 
     An error of `kinds` that it raises, and an OSError of writing to stdout, become one line. With the usual `kinds`, a
     ValueError that `main` raises is a mistake in the code, and keeps its traceback. A stream that the shell has closed,
     as with `2>&-`, is replaced by /dev/null. Stdout escapes what it cannot show. Ctrl-C ends with exit code 130.
+    `interruptible`: so do SIGTERM and SIGHUP, unless they are ignored, and `main` can clean up, as they raise
+    KeyboardInterrupt.
     """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if interruptible and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))

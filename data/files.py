@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 import weakref
 from collections.abc import Iterator
@@ -166,10 +165,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
-    """A file that is open for writing, and takes the place of `path` at the end; after an error it is gone. Its name is
-    fresh and private until then, so no link is followed. OSError, which names `path`, also at once. ValueError if a
-    file would be replaced that has content without the bytes `mark`, which all files of its kind have."""
-    temporary = path.with_name(f".tmp-{path.name[:40]}-{secrets.token_hex(4)}")
+    """A file that is open for writing, and takes the place of `path` at the end; after an error it is gone. It is new
+    and follows no link, and what a killed process has left goes. OSError, which names `path`, also at once. ValueError
+    if a file would be replaced that has content without the bytes `mark`, which all files of its kind have."""
+    temporary = path.with_name(f".tmp-{path.name[:200]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
@@ -177,6 +176,7 @@ def new_file(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
         if mark and path.exists():
             with open(path, "rb") as old:
                 check(mark in (old.read(2**24) or mark), path, "was not written by this command", "name another file")
+        temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as f:
             yield f
             f.flush()

@@ -16,6 +16,7 @@ import pkgutil
 import resource
 import runpy
 import select
+import signal
 import socket
 import sys
 import time
@@ -172,6 +173,7 @@ def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, la
     os.chdir(ROOT)
     sys.argv = program[program[0] == "-m" :]
     if program[0] == "-m":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # by engine.start, which is imported already
         sys.modules.pop(program[1], None)  # which a test may have imported
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:

@@ -11,7 +11,6 @@ first steps do not count. Runs alternate (A B C, then C B A), because the speed 
 ratios, which compare runs of the same round.
 """
 
-import signal
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -79,5 +78,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception, by which the child and its folder go
-    command(main)
+    command(main, interruptible=True)  # so that the child and its folder go

@@ -12,7 +12,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from data.lock import temporary_folder
+
 ROOT = Path(__file__).resolve().parents[1]  # this checkout
+TEMPORARY = Path(tempfile.gettempdir(), "superblock-")  # beginning of the folders of timings
 LIBC = ctypes.CDLL(None)
 WARMUP = 0.2  # fraction of the timings, at the beginning, that is ignored
 
@@ -24,12 +27,14 @@ def kill_with_parent():
 
 
 class Child:
-    """A context of a process in its own group. The whole group is killed at the block's end."""
+    """A context of a process in its own group, which is killed at the block's end. It begins with `start`: if a signal
+    raises an exception before the block, there is only a shell that waits, and ends with this process."""
 
     def __init__(self, command: list[str], cwd: Path):
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=self.errors, text=True, errors="replace",
+            ["sh", "-c", 'read line && exec "$@"', "sh", *command], cwd=cwd, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self.errors, text=True, errors="replace",
             start_new_session=True, preexec_fn=kill_with_parent,
         )  # fmt: skip
         self.lines = self.process.stdout
@@ -38,11 +43,12 @@ class Child:
         return self
 
     def __exit__(self, *_):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.lines.close()
-        self.errors.close()
+        with self.process, self.errors:  # which waits for the end
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def start(self):
+        print(file=self.process.stdin, flush=True)
 
     def failure(self) -> str:
         """Waits for the end. Returns "" on success, else the last error or line on stderr, or the exit code."""
@@ -69,10 +75,11 @@ def measure(checkout: Path, args: list[str], lines: int | None = None, cwd: Path
     or printed too few. Relative paths in args begin in the folder cwd, by default the checkout."""
     marks = []
     failure = ""
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder(TEMPORARY) as folder:
         script = str(Path(checkout).resolve() / "train.py")
         command = [sys.executable, "-u", script, *args, f"--out_dir={folder}/run", "--log_interval=10"]
         with Child(command, cwd or checkout) as run:
+            run.start()
             for line in run.lines:
                 if found := re.match(r"iter (\d+):", line):
                     marks.append((int(found[1]), time.perf_counter()))

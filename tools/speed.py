@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import tempfile
 import time
 from contextlib import closing
 from datetime import datetime
@@ -16,6 +15,7 @@ from torch.utils.benchmark import Timer
 from configurator import parse
 from data.errors import require
 from data.loader import Loader
+from data.lock import temporary_folder
 from data.objective import open_with_objective
 from engine.config import Config
 from engine.decode import generate
@@ -25,7 +25,7 @@ from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from engine.step import Step
 from model import Model
-from tools.child import ROOT
+from tools.child import ROOT, TEMPORARY
 
 CONFIGS = {  # name -> arguments of train.py, with the size of the vocabulary of the data that a file names
     "4L/128/T64/B12": "config/train_shakespeare_cpu.py --vocab_size=65",
@@ -61,7 +61,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 def ms_per_step(cfg: Config) -> float:
     """Train on random tokens for some seconds after the first steps; the median of the rounds of steps."""
-    with tempfile.TemporaryDirectory() as cfg.dataset:
+    with temporary_folder(TEMPORARY) as cfg.dataset:
         random_data(cfg.dataset, 2048 * cfg.block_size, cfg.vocab_size)
         data, objective = open_with_objective(cfg)
         ranks = parallel.join(cfg)

@@ -26,7 +26,7 @@ from engine.checkpoint import contents
 from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_name, step_of, steps_in
 from engine.parallel.ranks import from_first_rank, is_first_rank, of_first_rank, to_first_rank, together
 
-LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old")
+LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old|\.shared_\w+")
 TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
 LARGEST_NAME = 1000  # bytes of latest and best
 VOCAB_WEIGHTS = ("wte.weight", "head.weight")  # parameters with a row per token id, see `unpadded`

@@ -8,8 +8,6 @@ model. With --remote_code=True, our own model.py is the architecture.
 """
 
 import os
-import signal
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,8 @@ import torch
 
 from configurator import parse_positional
 from data import files
-from data.errors import command, printable, require, say, user_errors
+from data.errors import command, printable, require, say, shortened, user_errors
+from data.lock import temporary_folder
 from engine.checkpoint import weights
 from engine.interchange.huggingface import write_hf
 from engine.interchange.tokenizer import export_tokenizer
@@ -39,7 +38,7 @@ def export(run: str, where: str, options: ExportConfig) -> str | Path:
     folder = files.user_path(where).absolute()
     require(not os.path.lexists(folder), f"{where} is there already; delete it, or name another folder")
     require(folder.parent.is_dir(), f"{where}: there is no folder {folder.parent}; make it, or name another one")
-    with files.writing(folder), tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent) as private:
+    with files.writing(folder), temporary_folder(folder.with_name(f".tmp-{folder.name}-")) as private:
         unfinished = Path(private, folder.name)
         unfinished.mkdir()
         path = weights.read(run, partial(write, unfinished, options))
@@ -78,5 +77,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which nothing half written stays
-    command(main)
+    command(main, interruptible=True)  # after which nothing half written stays

@@ -7,7 +7,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 from types import SimpleNamespace
@@ -271,7 +270,7 @@ def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
     out, synced = tmp_path / "out", []
 
     def fsync(handle):
-        name = re.sub(r"\.tmp-|-\w{8}$", "", os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}")).removeprefix(".tmp-")
         synced.append((name, (out / step_name(1)).exists(), (out / "latest").exists()))
 
     monkeypatch.setattr(os, "fsync", fsync)

@@ -177,8 +177,8 @@ def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
         thread.join()
 
 
-def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path, monkeypatch):
-    """A stranger who may write there has made links of every name that is not random."""
+def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path):
+    """A stranger who may write there has made links of every name."""
     victim, out = tmp_path / "victim", tmp_path / "out"
     victim.mkdir()
     out.mkdir()
@@ -188,16 +188,29 @@ def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path, monkey
     (out / ".tmp-step_00000001").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"), locked(str(out)):
         pass
-    monkeypatch.setattr("secrets.token_hex", lambda n: "0000")
     save(out, 1, {"w": torch.ones(2)})
     assert (out / "step_00000001" / "state.json").is_file()
-    (out / ".tmp-new-0000").symlink_to(victim / "file")
-    with pytest.raises(FileExistsError, match="new"):
-        write_file(out / "new", b"new")
+    (out / ".tmp-new").symlink_to(victim / "file")
+    write_file(out / "new", b"new")
+    assert (out / "new").read_text() == "new"
     for path in (victim, Path("/dev/null")):
         with pytest.raises(OSError, match=f"Not a regular file: '{path}'"), new_file(path):
             raise RuntimeError("the work has begun")
     assert [path.read_text() for path in victim.iterdir()] == ["mine"]
+
+
+def test_what_a_killed_process_has_left_goes_with_the_next_file(tmp_path):
+    with new_file(tmp_path / "new"):
+        shutil.copytree(tmp_path, tmp_path / "killed")
+    assert os.listdir(tmp_path / "killed") == [".tmp-new"]
+    write_file(tmp_path / "killed" / "new", b"mine")
+    assert os.listdir(tmp_path / "killed") == ["new"] and (tmp_path / "killed" / "new").read_text() == "mine"
+
+
+def test_what_a_killed_start_has_left_goes_with_the_first_save(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".shared_0123456789abcdef").touch()
+    assert not list(run("--max_iters=1", "--eval_iters=1").glob(".shared*"))
 
 
 @pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl"])

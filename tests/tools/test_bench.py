@@ -14,6 +14,7 @@ import ranks
 import torch
 from helpers import ROOT, gone, refused, until
 
+from data.lock import locked
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
 from model import Model
@@ -105,7 +106,7 @@ def test_the_first_steps_of_a_run_are_not_timed(clock, monkeypatch):
             clock.now += 5 if n < 3 else 0.03
             yield f"iter {10 * n}: loss 1\n"
 
-    run = SimpleNamespace(lines=lines(), failure=lambda: "")
+    run = SimpleNamespace(lines=lines(), failure=lambda: "", start=lambda: None)
     monkeypatch.setattr(child, "Child", lambda *_: nullcontext(run))
     assert child.measure(ROOT, []) == pytest.approx(3)
 
@@ -118,8 +119,29 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
     assert said[-1] == "x B: 0.333 times as fast as x A (0.111 to 0.500)"
 
 
+def test_what_a_killed_timing_has_left_goes_with_the_next_one(tmp_path, monkeypatch):
+    """The folder of one that still runs, whose lock is held, stays."""
+    monkeypatch.setattr(child, "TEMPORARY", tmp_path / "of-bench-")
+    for name in ("of-bench-01234567", "of-bench-abcdefgh"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+    with locked(tmp_path / "of-bench-abcdefgh", "dir"):
+        child.measure(checkout(tmp_path / "there"), [])
+    assert {path.name for path in tmp_path.iterdir()} == {"of-bench-abcdefgh", "there"}
+
+
+def test_nothing_starts_before_the_block(tmp_path):
+    """A signal may come between the process and the block at whose end it is killed with all that it has started."""
+    early = child.Child(["touch", "early"], tmp_path)
+    early.process.communicate("")  # as if this process had ended
+    assert not (tmp_path / "early").exists()
+    with child.Child(["touch", "started"], tmp_path) as run:
+        run.start()
+        assert run.failure() == "" and (tmp_path / "started").exists()
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_child_ends_with_bench(number, tmp_path):
     """And so do the child's own children and the folder."""
     there = checkout(tmp_path / "there", ENDLESS)

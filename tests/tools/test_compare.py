@@ -198,17 +198,29 @@ def test_ctrl_c_lets_trainings_save(fake, capfd):
     assert fake.calls() == ["run1-seed1", "run1-seed1*", "run2-seed1", "run1-seed2", "run2-seed2"]
 
 
-def test_ctrl_c_reaches_the_command(monkeypatch, capfd):
-    """Imports let it end the process at once; while trainings run, it is an exception."""
+def test_signals_reach_the_command(monkeypatch, capfd):
+    """Imports let Ctrl-C end the process at once; while trainings run, it, SIGTERM and SIGHUP are an exception."""
     monkeypatch.setattr(sys, "argv", ["tools.compare", "--help"])
     monkeypatch.delitem(sys.modules, "tools.compare.__main__")  # of which runpy would warn
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         with pytest.raises(SystemExit):
             runpy.run_module("tools.compare", run_name="__main__")
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert all(signal.getsignal(number) is signal.default_int_handler for number in numbers)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_training_that_would_start_as_the_others_end(fake, monkeypatch):
+    """A signal has come after its process was made, and before it was among those that are asked to save."""
+    child = mock.Mock()
+    monkeypatch.setattr(compare, "Child", lambda *_: nullcontext(child))
+    comparison = compare.Comparison(parse(compare.CompareConfig, [fake.common, f"--out={fake.out}"]), [""])
+    comparison.stopped = True
+    comparison.make((comparison.firsts[0], 1))
+    child.start.assert_not_called()
 
 
 def test_the_flags_of_a_training(fake):

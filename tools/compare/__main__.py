@@ -9,7 +9,6 @@ The table, which docs/hacking.md describes, is printed and written to --out. The
 """
 
 import os
-import signal
 import sys
 from itertools import chain
 
@@ -38,5 +37,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an exception, after which the trainings are saved
-    command(lambda: main(sys.argv[1:]))
+    command(lambda: main(sys.argv[1:]), interruptible=True)  # so that the trainings are saved

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from data.errors import require
+from data.errors import require, say
 from data.files import check_own, read_json, user_path, write_file
 from engine.device import device_name, resolve_device
 from flags import Flags
@@ -64,6 +64,7 @@ class Comparison:
             self.candidates.append([Run(number, text, setting, options) for setting in options.settings])
         self.firsts = [first for first, *_ in self.candidates]  # each run with the first setting of the sweep
         self.children: list[Child] = []  # of the trainings so far
+        self.stopped = False  # by a signal
         code = hashlib.sha256(b"".join(file.read_bytes() for file in CODE)).hexdigest()
         self.stored = {"match": options.match, "eval_iters": options.eval_iters, "code": code}
         for run in self.firsts:
@@ -133,10 +134,11 @@ class Comparison:
                     for (run, seed), failure in zip(left, pool.map(self.make, left), strict=True):
                         self.finish(run, seed, failure)
             except BaseException:  # such as Ctrl-C
+                self.stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in self.children:
                     child.process.terminate()
-                print("\nthe trainings in progress save a checkpoint; the same command continues", file=sys.stderr)
+                say("\nthe trainings in progress save a checkpoint; the same command continues")
                 raise
 
     def make(self, training: tuple[Run, int]) -> str:
@@ -144,6 +146,9 @@ class Comparison:
         run, seed = training
         with Child([sys.executable, str(ROOT / "train.py"), *run.arguments(seed)], Path.cwd()) as child:
             self.children.append(child)
+            if self.stopped:
+                return ""
+            child.start()
             child.lines.read()  # until it ends
             return child.failure()
 
