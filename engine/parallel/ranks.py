@@ -11,6 +11,7 @@ differ in copy or shard are data-parallel: they read different samples. All othe
 adjacent shards divide the experts.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -84,17 +85,9 @@ def check_layout(cfg, size: int):
         remedy = f"start as many, plan for --world_size={-(-size // unit) * unit}, or set them to 1"
         refuse(cfg, "tp cp pp", f"they need {unit} ranks or a multiple, and there are {size}; {remedy}")
     data = data_ranks(cfg, size)
-    ranks = f"the {data} data-parallel ranks"
     if data % cfg.dp_replicate:
-        refuse(cfg, "dp_replicate", f"does not divide {ranks}; set a divisor")
-    micro_batches = cfg.gradient_accumulation_steps
-    if micro_batches % data:
-        fewest = -(-micro_batches // data) * data
-        refuse(cfg, "gradient_accumulation_steps", f"not divisible by {ranks}; set it to {fewest}")
-    if cfg.ramp and cfg.pp > 1:
-        refuse(cfg, "batch_ramp pp", "a pipeline's schedule is fixed; set pp=1")
-    if any(n % data for n, _ in cfg.ramp):
-        refuse(cfg, "batch_ramp", f"not divisible by {ranks}; set multiples of {data}")
+        refuse(cfg, "dp_replicate", f"does not divide the {data} data-parallel ranks; set a divisor")
+    check_micro_batches(cfg, data)
     if cfg.tp > 1:
         tensor.check(cfg)
     if cfg.cp > 1:
@@ -102,7 +95,28 @@ def check_layout(cfg, size: int):
     if cfg.ep > 1:
         expert.check(cfg, data // cfg.dp_replicate)
     if cfg.pp > 1:
-        stages.check(cfg, micro_batches // data)
+        stages.check(cfg)
+
+
+def check_micro_batches(cfg, data: int):
+    """ValueError unless the micro-batches of each step can be divided among so many data-parallel ranks, and each rank
+    has one for each stage. The remedy keeps the number of sequences, if a smaller batch_size can."""
+    ranks = f"the {data} data-parallel ranks"
+    n = cfg.gradient_accumulation_steps
+    least = data * cfg.pp
+    if n % data or n < least:
+        times = least // math.gcd(n, least)
+        size, rest = divmod(cfg.batch_size, times)
+        remedy = f"set it to {n * times}, and batch_size to {size} for as many sequences a step"
+        if rest:
+            more = -(-n // least) * least
+            remedy = f"set it to {more}, for {more * cfg.batch_size} sequences a step instead of {n * cfg.batch_size}"
+        refuse(cfg, "gradient_accumulation_steps", f"{ranks} need equally many, and {cfg.pp} or more each; {remedy}")
+    over = "or if it is over, --batch_ramp="
+    if cfg.ramp and cfg.pp > 1:
+        refuse(cfg, "batch_ramp pp", f"a pipeline's schedule is fixed; set pp=1, {over}")
+    if any(n % data for n, _ in cfg.ramp):
+        refuse(cfg, "batch_ramp", f"not divisible by {ranks}; set multiples of {data}, {over}")
 
 
 def data_ranks(cfg, size: int) -> int:

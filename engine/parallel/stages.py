@@ -1,7 +1,5 @@
 """The stages of a pipeline: which layers they have, and whether a run can have so many. It imports no part of torch."""
 
-import math
-
 from flags import refuse
 
 
@@ -12,13 +10,9 @@ def layers(n_layer: int, stage: int, n_stages: int) -> range:
     return range(first, end)
 
 
-def check(cfg, n_micro: int):
-    """ValueError unless there is one stack of blocks, with a block for each stage, and a micro-batch for each."""
+def check(cfg):
+    """ValueError unless there is one stack of blocks, with a block for each stage."""
     if cfg.objective == "seq2seq":
         refuse(cfg, "pp objective", "a pipeline cuts one stack of blocks, and here are two; use tp")
     if cfg.n_layer < cfg.pp:
         refuse(cfg, "pp n_layer", "each stage needs a block; set pp lower")
-    if n_micro < cfg.pp:
-        enough = cfg.gradient_accumulation_steps * cfg.pp // math.gcd(n_micro, cfg.pp)
-        fact = f"a stage needs a micro-batch each, and a pipeline has {n_micro} in a step"
-        refuse(cfg, "pp gradient_accumulation_steps", f"{fact}; set gradient_accumulation_steps to {enough}")

@@ -429,7 +429,7 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
 @pytest.mark.parametrize("ranks,flags,said", [
     (3, ["--tp=2"], "tp=2 \\(command line\\) with cp=1 with pp=1: they need 2 ranks or a multiple, and there are 3"),
     (4, [*FSDP, "--dp_replicate=3"], "dp_replicate=3 .*: does not divide the 4 data-parallel ranks"),
-    (3, [], "gradient_accumulation_steps=4 .* not divisible by the 3 data-parallel ranks; set it to 6"),
+    (3, [], "gradient_accumulation_steps=4 .* the 3 data-parallel ranks need equally many, .*; set it to 6"),
     (2, ["--tp=2", "--attention=mqa"], "tp=2 .* does not divide the number of key/value heads, 1; "),
     (2, ["--tp=2", "--block_size=15"], "tp=2 .* with block_size=15 .* tp does not divide it; set --block_size=16"),
     (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 .*: does not divide the MLP's 192 hidden units"),
@@ -442,12 +442,33 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
     (2, ["--ep=2", "--n_expert=2", *SELECTED], "activation_checkpoint=selective .* with ep=2 .*; use full"),
     (4, [*FSDP, "--ep=4", "--dp_replicate=2", "--n_expert=4"], "ep=4 .*: does not divide the 2 data-parallel ranks"),
     (3, ["--pp=3"], "pp=3 .* with n_layer=2 .* each stage needs a block; set pp lower"),
-    (2, ["--batch_ramp=2:5,3:9"], "batch_ramp='2:5,3:9' .* not divisible by the 2 .*; set multiples of 2"),
-    (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp='4:9' .* with pp=2 .* set pp=1"),
-    (2, ["--pp=2", "--gradient_accumulation_steps=1"], "pp=2 .* a pipeline has 1 in a step; .* to 2$"),
+    (2, ["--batch_ramp=2:5,3:9"], "='2:5,3:9' .* by the 2 .*; set multiples of 2, or if it is over, --batch_ramp=$"),
+    (2, ["--pp=2", "--batch_ramp=4:9"], "batch_ramp='4:9' .* with pp=2 .* set pp=1, or if it is over, --batch_ramp="),
+    (2, ["--pp=2", "--gradient_accumulation_steps=1"], "=1 .* the 1 data-parallel ranks need .* 2 or more each; "),
     (2, ["--pp=2", "--objective=seq2seq"], "pp=2 .* objective=seq2seq"),
 ])  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused_by_name(ranks, flags, said):
     cfg = parse(Config, [*TINY, *SIZES, *flags])
     with pytest.raises(ValueError, match=said):
         check_layout(cfg, ranks)
+
+
+@pytest.mark.parametrize("ranks,flags,n,size", [
+    (2, ["--batch_size=12", "--gradient_accumulation_steps=1"], 2, 6),
+    (6, ["--batch_size=9", "--gradient_accumulation_steps=4"], 12, 3),
+    (4, ["--batch_size=6", "--gradient_accumulation_steps=1", "--pp=2"], 4, None),  # 6 sequences cannot be cut into 4
+    (2, ["--batch_size=6", "--gradient_accumulation_steps=1", "--pp=2"], 2, 3),
+    (64, ["--batch_size=12", "--gradient_accumulation_steps=40"], 64, None),
+])  # fmt: skip
+def test_the_remedy_for_micro_batches_keeps_the_step_if_it_can(ranks, flags, n, size):
+    cfg = parse(Config, [*TINY, *SIZES, *flags])
+    with pytest.raises(ValueError) as error:
+        check_layout(cfg, ranks)
+    remedy = f"set it to {n}, for {n * cfg.batch_size} sequences a step instead of "
+    if size:
+        assert n * size == cfg.batch_size * cfg.gradient_accumulation_steps
+        remedy = f"set it to {n}, and batch_size to {size} for as many sequences a step"
+        cfg.batch_size = size
+    assert remedy in str(error.value)
+    cfg.gradient_accumulation_steps = n
+    check_layout(cfg, ranks)
