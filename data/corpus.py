@@ -260,6 +260,7 @@ def main(doc: str, here: str, default: str | None = None) -> None:
     flags.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100_000_000)")
     flags.add_argument("--shards", type=int, default=0, help="number of full shards to train on, 0 = all (default 0)")
     flags.add_argument("--tokenizer", default="gpt2", help="char, byte, gpt2, bpe:N or hf:DIR (default gpt2)")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="encoding threads (default: all cores)")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags.add_argument("--threads", type=int, default=cpus, help="encoding threads (default: one per allowed CPU)")
     args = flags.parse_args()
     prepare(args, find_files(args.input or [default]))
