@@ -17,7 +17,7 @@ import torch
 
 from configurator import parse_positional
 from data import files
-from data.errors import command, printable, require, say, shortened, user_errors
+from data.errors import command, printable, require, say, user_errors
 from data.lock import temporary_folder
 from engine.checkpoint import weights
 from engine.interchange.huggingface import write_hf
