@@ -46,7 +46,7 @@ from engine.checkpoint.weights import Weights
 from engine.config import Config
 from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.evaluation import byte_lengths, mean_loss
-from engine.parallel.connection import environment
+from engine.parallel.connection import launched
 from engine.parallel.ranks import Ranks, join, leave
 from engine.plan import memory
 from engine.plan.estimate import Rank
@@ -158,7 +158,7 @@ def line(figures: dict) -> str:
 def main(argv: list[str] | None = None):
     with user_errors(), torch_errors("lower --batch_size or --block_size, or use a machine with more memory"):
         cfg = parse(EvaluateConfig, argv, doc=__doc__)
-        _, local_rank, size, _ = environment()
+        _, local_rank, size, _ = launched()
         text = read_text("file", cfg.file, LARGEST_TEXT) if cfg.file else ""
         dtype = str(resolve_dtype(cfg.dtype, resolve_device(cfg.device, local_rank)))[6:]
         machine = {

@@ -46,7 +46,7 @@ from engine.device import make_deterministic, peak_flops, precision, resolve_dev
 from engine.evaluation import Evaluation
 from engine.help import dump
 from engine.metrics import Metrics, Silent, evaluation_text
-from engine.parallel.connection import environment, lost_ranks_end_the_run
+from engine.parallel.connection import environment, launched, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory, plan
@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None):
     with torch_errors(SMALLER), ExitStack() as cleanup:
         with user_errors():
             given = read_flags(Config, argv, __doc__)
+            launched()  # before the environment is read, or out_dir is locked
             chosen = asdict(Config()) | {name: setting.value for name, setting in given.items()}
             stored, origin = run_state.stored_flags(cleanup, chosen)
             cfg = resolve(Config, given, stored, origin)
@@ -73,8 +74,7 @@ def main(argv: list[str] | None = None):
                     open_with_objective(cfg)  # which settles it
                 print(plan.report(plan.Plan(cfg)))
                 return
-            environment()  # if it or the data are wrong, the run is refused before out_dir is looked at
-            data, objective = open_with_objective(cfg)
+            data, objective = open_with_objective(cfg)  # if they are wrong, out_dir is not looked at
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
             run_state.check_out_dir(cfg)

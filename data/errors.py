@@ -39,7 +39,7 @@ def data_errors_end_the_run(batches: Iterable) -> Iterator:
 
 def fail(text: str, code: int = 2) -> NoReturn:
     """End the program with a line `error: ...` on stderr and this exit code."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0").lstrip("0").isdecimal():
         # Mostly all ranks have the same error. Then the first rank reports it, and torchrun ends the others while
         # they wait here; exit code 0 keeps them out of its table of failures. A rank that is the only one with an
         # error reports it after the wait.

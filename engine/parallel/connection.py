@@ -8,7 +8,8 @@ with lost_ranks_end_the_run(cfg.out_dir): ...
 import hashlib
 import os
 import re
-import socket
+import shlex
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -35,12 +36,30 @@ class Environment(NamedTuple):
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
     ValueError if one is no number, or the rank is not below WORLD_SIZE."""
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    rank = number("RANK", 0, least=0)
+    local_rank = number("LOCAL_RANK", 0, least=0)
+    size = number("WORLD_SIZE", 1, least=1)
+    local_size = number("LOCAL_WORLD_SIZE", size, least=1)
     require(rank < size, f"RANK={rank} is not below WORLD_SIZE={size}; start with torchrun, which sets both")
     return Environment(rank, local_rank, size, local_size)
+
+
+def number(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name, str(default))
+    good = re.fullmatch("[0-9]{1,9}", text) and int(text) >= least
+    require(good, f"{name}={text} must be a number from {least} on; start with torchrun, which sets it")
+    return int(text)
+
+
+def launched() -> Environment:
+    """The environment. ValueError if srun or mpirun has started several processes that do not know of each other."""
+    for name in ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        n = os.environ.get(name) or "1"
+        if n != "1" and "RANK" not in os.environ:
+            fact = f"{name}={n} without RANK: {n} processes would each work alone"
+            remedy = "set RANK=0 if they shall, or start once (several nodes: docs/scaling.md)"
+            raise ValueError(f"{fact}; {remedy}: torchrun --standalone --nproc_per_node={n} {shlex.join(sys.argv)}")
+    return environment()
 
 
 def connect(cfg, place: Environment, device: torch.device):
@@ -50,37 +69,21 @@ def connect(cfg, place: Environment, device: torch.device):
         backend = f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
     timeout = timedelta(seconds=cfg.collective_timeout)
     store = None
+    stderr = os.dup(2)
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "ERROR":  # of engine.start: PyTorch prints dozens of lines and an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
-        find_address(place, cfg.collective_timeout)
         if may_restart():
             store = fresh_store(place.rank, place.size, timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     except (OSError, ValueError, RuntimeError) as error:
         address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         where = f"rank {place.rank} cannot join the {place.size} ranks at {address}"
-        raise ValueError(f"{where}: {reason(error)}; start all of them with torchrun") from error
-
-
-def find_address(place: Environment, seconds: int):
-    """Wait until the address of the ranks' store can be resolved, and until it answers if another process has it.
-    OSError after so many seconds. PyTorch's own attempts print dozens of lines."""
-    host = os.environ.get("MASTER_ADDR", "")
-    port = os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():  # which PyTorch refuses in a line
-        return
-    own = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            if own:
-                socket.getaddrinfo(host, port)
-            else:
-                socket.create_connection((host, int(port)), timeout=seconds).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.2)
+        remedy = "start all of them with torchrun, or set the first one's address and a free port"
+        raise ValueError(f"{where}: {reason(error)}; {remedy} in MASTER_ADDR and MASTER_PORT") from error
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def may_restart() -> bool:

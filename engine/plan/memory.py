@@ -78,8 +78,7 @@ def shortage(need: int, device: torch.device) -> str:
 
 
 def host_memory(root: str | Path = "/") -> int:
-    """The most bytes that this process can have: its share of those of the machine or of its cgroups, which the ranks
-    here divide, or its own limit of addresses. cgroups have limits in v1 and v2, also in the groups around them."""
+    """The most bytes that this process can have: its share of the machine's and of its cgroups', or its own limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):  # other systems have no cgroups
         for line in Path(root, "proc/self/cgroup").read_text().splitlines():
@@ -89,5 +88,4 @@ def host_memory(root: str | Path = "/") -> int:
                 with suppress(OSError, ValueError):  # there is none, or it is "max"
                     limits.append(int((path / name).read_text()))
     own, _ = resource.getrlimit(resource.RLIMIT_AS)
-    shared = min(limits) // environment().local_size
-    return shared if own == resource.RLIM_INFINITY else min(shared, own)
+    return min(min(limits) // environment().local_size, own % 2**64)  # own = -1: there is none

@@ -256,10 +256,11 @@ PROGRAMS += [["-m", name] for name in STARTED_WITH_M]
 
 
 def imported(program: list[str], folder: Path, **chosen: str) -> subprocess.CompletedProcess:
-    """The program in a process that Ctrl-C reaches as it imports torch; stdout: how long threads spin."""
-    said = "import os, signal\nprint(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
+    """The program in a process that Ctrl-C reaches as it imports torch; stdout: how long threads spin, a level."""
+    said = "import os, signal\nprint(os.environ.get('GOMP_SPINCOUNT'), os.environ['TORCH_CPP_LOG_LEVEL'], flush=True)\n"
     (folder / "torch.py").write_text(f"{said}os.kill(os.getpid(), signal.SIGINT)\n")
-    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    chosen_here = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "TORCH_CPP_LOG_LEVEL")
+    env = {name: value for name, value in os.environ.items() if name not in chosen_here}
     env |= chosen | {"PYTHONPATH": str(folder)}
     return subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, env=env)
 
@@ -269,32 +270,77 @@ COMPUTING = [program for program in PROGRAMS if not program[0].startswith("data/
 
 @pytest.mark.parametrize("program", COMPUTING, ids=lambda program: program[-1])
 def test_during_the_imports(program, tmp_path):
-    """Ctrl-C ends a program that computes without a traceback, and its threads spin for a short time."""
+    """Ctrl-C ends a program that computes without a traceback. Threads spin for a short time, and torch logs errors."""
     done = imported(program, tmp_path)
     assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and done.stderr == ""
-    assert done.stdout == "20000\n"
+    assert done.stdout == "20000 ERROR\n"
 
 
-def test_how_long_threads_spin_stays_what_the_user_has_set(tmp_path):
-    assert imported(["train.py"], tmp_path, GOMP_SPINCOUNT="7").stdout == "7\n"
-    assert imported(["train.py"], tmp_path, OMP_WAIT_POLICY="passive").stdout == "None\n"
+def test_what_the_user_has_set_stays(tmp_path):
+    assert imported(["train.py"], tmp_path, GOMP_SPINCOUNT="7", TORCH_CPP_LOG_LEVEL="INFO").stdout == "7 INFO\n"
+    assert imported(["train.py"], tmp_path, OMP_WAIT_POLICY="passive").stdout == "None ERROR\n"
 
 
+TORCHRUN = "torchrun --standalone --nproc_per_node=2 train.py config/x.py '--start=a b'"
 ENVIRONMENTS = {
-    "RANK=abc": ["invalid literal for int() with base 10: 'abc'"],
+    "RANK=abc": ["RANK=abc must be a number from 0 on; start with torchrun, which sets it"],
+    "RANK=": ["RANK= must be a number from 0 on"],
+    "RANK=-1": ["RANK=-1 must be a number from 0 on"],
+    "WORLD_SIZE=two": ["WORLD_SIZE=two must be a number from 1 on"],
+    "WORLD_SIZE=0": ["WORLD_SIZE=0 must be a number from 1 on"],
+    "LOCAL_RANK=x": ["LOCAL_RANK=x must be a number from 0 on"],
+    "LOCAL_WORLD_SIZE=0": ["LOCAL_WORLD_SIZE=0 must be a number from 1 on"],
     "RANK=5 WORLD_SIZE=2": ["RANK=5 is not below WORLD_SIZE=2; "],
-    "WORLD_SIZE=0": ["RANK=0 is not below WORLD_SIZE=0; "],
     "WORLD_SIZE=2": ["rank 0 cannot join", "(MASTER_ADDR is not set)", "; start all of them with torchrun"],
     "WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=abc": ["rank 0 cannot join the 2 ranks at localhost:abc"],
+    "SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=2": ["SLURM_STEP_NUM_TASKS=2 without RANK", TORCHRUN],
+    "PMI_SIZE=2": ["PMI_SIZE=2 without RANK: 2 processes would each work alone", TORCHRUN],
+    "OMPI_COMM_WORLD_SIZE=2": ["OMPI_COMM_WORLD_SIZE=2 without RANK", TORCHRUN],
 }
+HARMLESS = ["SLURM_NTASKS=2", "SLURM_STEP_NUM_TASKS=1", "PMI_SIZE=2 RANK=0"]
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """environment("RANK=1 PMI_SIZE=2") sets these variables, and none else of a launcher."""
+
+    def call(names: str):
+        for name in {word.partition("=")[0] for words in (*ENVIRONMENTS, *HARMLESS) for word in words.split()}:
+            monkeypatch.delenv(name, raising=False)
+        for name in names.split():
+            monkeypatch.setenv(*name.split("="))
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "config/x.py", "--start=a b"])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of a rank that is not the first, before it speaks
+    return call
 
 
 @pytest.mark.parametrize("names", ENVIRONMENTS)
-def test_a_strange_environment(names, told, tmp_path, monkeypatch, in_this_process):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name in names.split():
-        monkeypatch.setenv(*name.split("="))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of a rank that is not the first, before it speaks
+def test_a_strange_environment(names, told, tmp_path, environment, in_this_process):
+    environment(names)
     told("--collective_timeout=2", *ENVIRONMENTS[names])
     assert not (tmp_path / "new").exists()
+
+
+def test_tasks_that_do_not_know_each_other(environment, trained, capsys, in_this_process):
+    """They are refused before one of them locks out_dir, and in evaluate.py too."""
+    environment("SLURM_STEP_NUM_TASKS=2")
+    for program, flag in ((train, "--init_from=resume"), (evaluate, "--device=cpu")):
+        refused(program.main, [f"--out_dir={trained}", flag], capsys, ["SLURM_STEP_NUM_TASKS=2", TORCHRUN])
+
+
+@pytest.mark.parametrize("names", HARMLESS)
+def test_one_task_works(names, environment, trained, capsys, in_this_process):
+    environment(names)
+    evaluate.main([f"--out_dir={trained}", "--device=cpu", "--eval_iters=1"])
+    assert "bits per byte" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [20]), ("x", []), ("", [])])
+def test_only_a_rank_that_may_have_a_first_one_waits_for_it(local_rank, waits, monkeypatch, in_this_process):
+    seen = []
+    monkeypatch.setattr(time, "sleep", seen.append)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit):
+        errors.fail("wrong")
+    assert seen == waits

@@ -1,11 +1,15 @@
 """Ranks that cannot work together: their flags differ, one is not there, or one is lost."""
 
+import logging
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
+import helpers
 import pytest
+import torch.distributed as dist
 from helpers import TINY
 from ranks import exit_codes, launch, train_main, train_until
 
@@ -49,6 +53,20 @@ def test_a_lost_rank_leaves_a_line_that_resumes(tiny_data, tmp_path):
     assert line.endswith(f"--out_dir={out} and --init_from=resume")
 
 
+def train_until_the_first_rank_ends(flags: list[str]):
+    """Its process had the store, from which the other one reads as it makes the meshes."""
+    if os.environ["RANK"] == "0":
+        parallel.make_mesh = lambda *_: os._exit(9)
+    train_main(flags)
+
+
+def test_a_rank_that_is_lost_before_the_first_step_leaves_one_line_too(tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--tp=2"]
+    assert exit_codes(2, train_until_the_first_rank_ends, tmp_path, flags) == [9, 1]
+    [line] = (tmp_path / "rank 1").read_text().splitlines()
+    assert line.startswith("error: rank 1 has lost another rank")
+
+
 def train_in_a_folder_of_its_own(flags: list[str], folder: Path):
     own = folder / f"node {os.environ['RANK']}"
     own.mkdir()
@@ -68,7 +86,34 @@ def test_nodes_that_do_not_share_out_dir_are_refused_at_the_start(tiny_data, tmp
 def train_alone(flags: list[str], rank: str, host: str):
     os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": host}
     errors.FIRST_RANK_SPEAKS = 0
+    logging.disable(logging.DEBUG)  # which pytest alone shows
     train_main(flags)
+
+
+def train_as_another_rank_dies(flags: list[str]):
+    """As the second rank. The first one makes the store, and dies when the second one waits for it."""
+    port = int(os.environ["MASTER_PORT"])
+    if os.fork() == 0:
+        store = dist.TCPStore("localhost", port, 2, is_master=True, wait_for_workers=False)
+        helpers.until(lambda: store.num_keys() > 0)
+        os._exit(1)
+    train_alone(flags, "1", "localhost")
+
+
+def train_on_a_port_in_use(flags: list[str]):
+    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+        train_alone(flags, "0", "localhost")
+
+
+@pytest.mark.parametrize("how, words", [
+    (train_as_another_rank_dies, "error: rank 1 cannot join the 2 ranks at localhost:"),
+    (train_on_a_port_in_use, "address already in use; start .*, or set .* a free port in MASTER_ADDR and MASTER_PORT"),
+])  # fmt: skip
+def test_ranks_that_do_not_meet_say_one_line(how, words, tiny_data, tmp_path):
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--collective_timeout=60"]
+    assert exit_codes(1, how, tmp_path, flags) == [2]
+    [line] = (tmp_path / "rank 0").read_text().splitlines()
+    assert re.search(words, line)
 
 
 @pytest.mark.parametrize("rank, host", [("0", NOWHERE), ("1", NOWHERE), ("1", "localhost")])
