@@ -44,8 +44,7 @@ def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None
 
 
 def lock_again(folder: str | Path, flag: str) -> None:
-    """Make and lock a folder anew, and say so, if it was moved or deleted while this process held its lock. ValueError
-    if another process has taken its place."""
+    """Make and lock a folder anew, and say so, if the one that this process has locked was moved or deleted."""
     folder = user_path(folder)
     file = folder / ".lock"
     lost = HELD[folder]

@@ -7,8 +7,8 @@
     stop.finish()                           # before the process group ends
 
 A second SIGTERM or SIGINT, after the line that answers the first one, ends the process at once. So does any signal
-before the first step, when nothing is lost. SIGHUP and SIGUSR1 may come several times without anybody's hurry: a
-terminal that is closed sends SIGHUP twice, and torchrun then sends SIGHUP and SIGTERM.
+before the first step, when nothing is lost. Other signals come twice without anybody's hurry: a terminal that is closed
+sends SIGHUP by its shell and by the kernel, which torchrun passes on as SIGHUP and SIGTERM.
 """
 
 import os

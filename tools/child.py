@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from data.lock import temporary_folder
@@ -26,7 +26,7 @@ def kill_with_parent():
         LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-class Child:
+class Child(AbstractContextManager):
     """A context of a process in its own group, which is killed at the block's end. It begins with `start`: if a signal
     raises an exception before the block, there is only a shell that waits, and ends with this process."""
 
@@ -38,9 +38,6 @@ class Child:
             start_new_session=True, preexec_fn=kill_with_parent,
         )  # fmt: skip
         self.lines = self.process.stdout
-
-    def __enter__(self) -> "Child":
-        return self
 
     def __exit__(self, *_):
         with self.process, self.errors:  # which waits for the end

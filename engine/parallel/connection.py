@@ -36,19 +36,16 @@ class Environment(NamedTuple):
 def environment() -> Environment:
     """The place of this process as torchrun says it in the environment; without torchrun, that of a single process.
     ValueError if one is no number, or the rank is not below WORLD_SIZE."""
-    rank = number("RANK", 0, least=0)
-    local_rank = number("LOCAL_RANK", 0, least=0)
-    size = number("WORLD_SIZE", 1, least=1)
-    local_size = number("LOCAL_WORLD_SIZE", size, least=1)
+    for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
+        text = os.environ.get(name, "1")
+        good = re.fullmatch("[0-9]{1,9}", text) and int(text) >= least
+        require(good, f"{name}={text} must be a number from {least} on; start with torchrun, which sets it")
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     require(rank < size, f"RANK={rank} is not below WORLD_SIZE={size}; start with torchrun, which sets both")
     return Environment(rank, local_rank, size, local_size)
-
-
-def number(name: str, default: int, least: int) -> int:
-    text = os.environ.get(name, str(default))
-    good = re.fullmatch("[0-9]{1,9}", text) and int(text) >= least
-    require(good, f"{name}={text} must be a number from {least} on; start with torchrun, which sets it")
-    return int(text)
 
 
 def launched() -> Environment:

@@ -105,12 +105,11 @@ def check_micro_batches(cfg, data: int):
     n = cfg.gradient_accumulation_steps
     least = data * cfg.pp
     if n % data or n < least:
+        more = -(-n // least) * least
+        remedy = f"set it to {more}, for {more * cfg.batch_size} sequences a step instead of {n * cfg.batch_size}"
         times = least // math.gcd(n, least)
-        size, rest = divmod(cfg.batch_size, times)
-        remedy = f"set it to {n * times}, and batch_size to {size} for as many sequences a step"
-        if rest:
-            more = -(-n // least) * least
-            remedy = f"set it to {more}, for {more * cfg.batch_size} sequences a step instead of {n * cfg.batch_size}"
+        if cfg.batch_size % times == 0:
+            remedy = f"set it to {n * times}, and batch_size to {cfg.batch_size // times} for as many sequences a step"
         refuse(cfg, "gradient_accumulation_steps", f"{ranks} need equally many, and {cfg.pp} or more each; {remedy}")
     over = "or if it is over, --batch_ramp="
     if cfg.ramp and cfg.pp > 1:

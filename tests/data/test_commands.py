@@ -18,7 +18,7 @@ import ranks
 from helpers import ROOT, metrics, read_all
 from preparing import error, splits_of, write_text
 
-from data import command, dataset
+from data import command, corpus, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
 
@@ -53,6 +53,15 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     code, _, err = call(name, *flags)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "; " in err, err
     assert all(word in err for word in words) and sorted(os.listdir()) == before, err
+
+
+def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
+    """And not one for each CPU of the machine, as where Slurm gives a job two of them."""
+    seen = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    monkeypatch.setattr(corpus, "prepare", lambda args, files: seen.append(args.threads))
+    (tmp_path / "a.txt").write_text("text")
+    assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0 and seen == [3]
 
 
 def test_ctrl_c_is_answered(capsys, in_this_process):
