@@ -36,19 +36,24 @@ def locked(folder: str | Path, flag: str, seconds: float = 0.2) -> Iterator[None
         yield
     except BaseException:
         with suppress(OSError):  # a folder that is not empty stays
-            for path in made:
+            for path in made if _holds(folder) else []:
                 path.rmdir() if path.is_dir() else path.unlink()
         raise
     finally:
         os.close(HELD.pop(folder))
 
 
+def _holds(folder: Path) -> bool:
+    """Whether the folder's file .lock is the one that this process has locked."""
+    file = folder / ".lock"
+    return os.path.exists(file) and os.path.samestat(os.fstat(HELD[folder]), os.stat(file))
+
+
 def lock_again(folder: str | Path, flag: str) -> None:
     """Make and lock a folder anew, and say so, if the one that this process has locked was moved or deleted."""
     folder = user_path(folder)
-    file = folder / ".lock"
-    lost = HELD[folder]
-    if not os.path.exists(file) or not os.path.samestat(os.fstat(lost), os.stat(file)):
+    if not _holds(folder):
+        lost = HELD[folder]
         HELD[folder] = _lock(folder, flag, 0.2)
         os.close(lost)
         say(shortened(f"warning: {flag}={folder} was moved or deleted; it is made anew, with checkpoints alone"))

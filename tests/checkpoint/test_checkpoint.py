@@ -21,6 +21,7 @@ from preparing import error
 from safetensors.torch import load_file
 
 import train
+from data.lock import locked
 from engine.checkpoint import contents
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import NEW
@@ -328,14 +329,15 @@ def test_a_rank_whose_numbers_are_not_finite_ends_all(tmp_path):
     def work(rank):
         cfg = SimpleNamespace(out_dir=str(tmp_path / "out"), keep_last=1)
         keeper = Checkpoints(cfg, None, Mock(), None, NEW)
-        keeper.save(1, {"w": torch.ones(3)}, STATE)
-        bad = math.inf if rank == 1 else 1.0
-        with pytest.raises(SystemExit) as end:
-            keeper.save(2, {"w": torch.tensor([1.0, bad])}, STATE)
+        with locked(cfg.out_dir, "out_dir") if rank == 0 else contextlib.nullcontext():
+            keeper.save(1, {"w": torch.ones(3)}, STATE)
+            bad = math.inf if rank == 1 else 1.0
+            with pytest.raises(SystemExit) as end:
+                keeper.save(2, {"w": torch.tensor([1.0, bad])}, STATE)
         return end.value.code
 
     assert on_ranks(2, work, tmp_path) == [1, 1]
-    assert names(tmp_path / "out") == ["latest", step_name(1)]
+    assert names(tmp_path / "out") == [".lock", "latest", step_name(1)]
 
 
 WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of which some of them get nothing
