@@ -131,6 +131,13 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
             module.register_forward_hook(lambda module, args, x: pad_to_width(rank, n, x))
         elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
+    cut_ends(model, group)
+
+
+def cut_ends(model: nn.Module, group: ProcessGroup):
+    """Let the embedding, the table of positions and the head work with this rank's slices."""
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     if isinstance(model.wte, nn.Embedding):  # as on the first stage of a pipeline
         model.wte.forward = partial(lookup, model, rank, group)
         model.pos.register_forward_pre_hook(lambda module, args: (args[0], args[1].chunk(n, -1)[rank]))
