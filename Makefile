@@ -33,10 +33,10 @@ quick: .venv/ready-test
 baselines: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m tools.compare --out=out/baselines --seeds=3 --jobs=2 --sweep=muon_lr=0.01,0.02 \
 		--common="config/train_pycode.py --block=superblock --dtype=float32" \
-		--run="--layer=c,p --conv=0 --value_embedding=False" --run="--layer=c,p --value_embedding=False" \
-		--run="--layer=c+p --conv=0 --value_embedding=False" --run="--layer=c+p --value_embedding=False" \
-		--run="--layer=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
-		--run="--layer=c.none+p --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
+		--run="--block=c,p --conv=0 --value_embedding=False" --run="--block=c,p --value_embedding=False" \
+		--run="--block=c+p --conv=0 --value_embedding=False" --run="--block=c+p --value_embedding=False" \
+		--run="--block=c.none+p --conv=0 --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
+		--run="--block=c.none+p --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
 		--run="--block=simplified_parallel --conv=0" --run=--block=simplified_parallel
 
 gpu: .venv/ready-test

@@ -31,8 +31,8 @@ import torch
 
 from data.errors import require
 from engine.help import alternatives, choices, like, usage
-from engine.retired import CHANGED_NO_NUMBER, is_retired
-from flags import UNSET, Flags, check_limits, documented, holds, refuse_unused, rests_on, setting, unused
+from engine.retired import is_retired
+from flags import Flags, check_limits, check_rules, documented, holds, refuse, refuse_unused, rests_on, setting, unused
 from model import Model, ModelConfig
 
 T = TypeVar("T")
@@ -84,6 +84,7 @@ def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[
     if {"-h", "--help"} & set(argv):
         print(usage(cls, doc), flush=True)
         raise SystemExit(0)
+    check_rules(cls)
     in_files = []
     on_command_line = []
     for arg in argv:
@@ -115,38 +116,52 @@ def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
 def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | None = None, origin: str = "") -> T:
     """The second half of parse: the flags `given`, then those `stored` at the place `origin`, such as a checkpoint's,
     then the defaults of `cls`. A flag that the others do not use is left out: a stored one always, one of a file, with
-    a line in `left_out`, if the command line is the reason or its rule allows that. Any other is refused."""
-    kept = {name: value for name, value in (stored or {}).items() if name not in CHANGED_NO_NUMBER}
-    defaults = typed(cls, [Setting(name, value, origin) for name, value in kept.items()])
-    values = {name: each.value for name, each in (defaults | given).items()}
-    sources = {name: each.place for name, each in given.items()}
+    a line in `left_out`, if the command line is the reason or its value is useless. Any other is refused."""
+    defaults = typed(cls, [Setting(name, value, origin) for name, value in (stored or {}).items()])
+    settings = defaults | given
     cfg = cls.__new__(cls)  # first without its own check
-    vars(cfg).update(values, sources=sources, left_out=[])
+    vars(cfg).update({name: each.value for name, each in settings.items()})
+    cfg.sources = {name: each.place for name, each in settings.items() if each.place}
+    cfg.given = frozenset(given)
+    cfg.left_out = []
     if isinstance(cfg, Flags):
         check_limits(cfg)  # facts count layers
-    overruled = set()  # by the command line, or by a rule for files
-    while without_effect := [name for name in unused(cfg) if name in values]:
+    overruled = set()  # by the command line, or because nothing changes with it
+    for name, why in getattr(cfg, "useless", {}).items():
+        if name in given:
+            overruled.add(name)
+            leave_out(cfg, name, why, settings, given, defaults)
+    while without_effect := [name for name in unused(cfg) if name in settings]:
+        reasons = {}
         for name in without_effect:
-            rules = [rule for rule in documented(cls)[name].rules if not holds(cfg, rule)]
-            others = rests_on(cfg, rules)
-            by_user = any(other in overruled or sources.get(other) == COMMAND_LINE for other in others)
-            if by_user or all(UNSET in rule for rule in rules):
+            others = rests_on(cfg, [rule for rule in documented(cls)[name].rules if not holds(cfg, rule)])
+            by_user = any(other in overruled or cfg.sources.get(other) == COMMAND_LINE for other in others)
+            if by_user and settings[name].place != COMMAND_LINE:
                 overruled.add(name)
-            if name in sources and (sources[name] == COMMAND_LINE or name not in overruled):
+            elif settings[name] is given.get(name):
                 refuse_unused(cfg, name)
-            if name in sources:
-                beside = ", ".join(f"{other}={getattr(cfg, other)}" for other in others if other != name)
-                cfg.left_out.append(f"{setting(*given[name])} is left out, as it does not go with {beside}")
-        for name in without_effect:
-            del values[name]
-            delattr(cfg, name)  # beside the default, other flags may have no effect
-            if sources.pop(name, None) and name in defaults:
-                values[name] = defaults[name].value
-                setattr(cfg, name, values[name])
-    cfg.__init__(**values)
+            states = [f"{other}={getattr(cfg, other)}" for other in others if other != name]
+            reasons[name] = f"it does not go with {', '.join(states)}"
+        for name, why in reasons.items():  # beside its default, others may have no effect
+            leave_out(cfg, name, why, settings, given, defaults)
+    cfg.__init__(**{name: each.value for name, each in settings.items()})
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)
     return cfg
+
+
+def leave_out(cfg: Flags, name: str, why: str, settings: dict, given: dict, defaults: dict):
+    """Forget a flag that has no effect, or go back from a file's setting to a checkpoint's. ValueError if it stands on
+    the command line."""
+    setting_of = settings.pop(name)
+    if setting_of.place == COMMAND_LINE:
+        refuse(cfg, name, f"{why}; leave it out")
+    delattr(cfg, name)
+    if setting_of is given.get(name):
+        cfg.left_out.append(f"{setting(*setting_of)} is left out: {why}")
+        if name in defaults:
+            settings[name] = defaults[name]
+            setattr(cfg, name, defaults[name].value)
 
 
 def convert(cls: type, name: str, value: Any, place: str) -> Any:

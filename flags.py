@@ -1,4 +1,4 @@
-"""Flags: the rules in their comments, how a wrong one is refused, and the readers that a string of --layer names.
+"""Flags: the rules in their comments, how a wrong one is refused, and the readers that a string of --block names.
 
 A flag is a line of a dataclass, `name: type = default  # [rule] doc`. A comment below it that begins with a bracket
 continues it. The rules of a flag all hold, or it is refused:
@@ -8,27 +8,30 @@ continues it. The rules of a flag all hold, or it is refused:
     [data]          no rule: the flag changes what is learnt from the data, so a model is evaluated with its value
 
 A rule has terms, joined by `and` and `or`: name=value|value and name!=value, where a value may hold a * as file names
-do, name>number or name>flag, where a text counts its letters, or the name of a fact, a bool property of the dataclass
-whose docstring says it in words. A flag that the dataclass does not have is no obstacle. The term name=unset holds if
-neither a file nor the command line sets the flag: a checkpoint may break its rule, and a file's value is left out.
+do, name>number, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that
+the dataclass does not have is no obstacle, but `check_rules` refuses it in the flags of a command.
 """
 
+import ast
+import difflib
 import inspect
+import io
 import operator
 import re
+import textwrap
+import tokenize
 from collections import Counter
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cache
 from keyword import iskeyword
-from typing import NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 LIMIT = 2**31  # of every number without a rule such as [<1]
 LONGEST = 100  # characters of a flag and its value in an error
 MOST = 1000  # characters of a layer's string
 TERM = re.compile(r"(\w*)(>=|<=|!=|=|>|<)?(.*)")
-UNSET = "=unset"  # in a rule that checkpoints need not obey
 COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -45,7 +48,8 @@ class Flag(NamedTuple):
 class Flags:
     """The base class of a dataclass of flags. ValueError names a flag that breaks a rule of its comment."""
 
-    sources = {}  # flag -> where it was set, such as config/x.py:3, if the configurator did
+    sources = {}  # flag -> where it was set, such as config/x.py:3 or a checkpoint, if the configurator did
+    given = frozenset()  # the flags among them that a file or the command line has set
     left_out = []  # a line for each flag of a file that the configurator has left out
 
     def __post_init__(self):
@@ -100,10 +104,24 @@ def unused(cfg: Flags) -> list[str]:
 
 def rests_on(cfg: Flags, rules: list[str]) -> list[str]:
     """The flags that decide whether these rules hold. Facts follow from block and from its layers."""
-    names = re.findall(r"(?<![^ <>])\w+|(?<=[<>]=)\w+", " ".join(rules))  # no values, which stand behind = and |
+    names = [name for rule in rules for name in names_in(rule)]
     if any(fact(type(cfg), name) for name in names):
-        names += ["block", "layer" if cfg.block == "superblock" else "n_dense_layer"]
+        names += ["block", "n_dense_layer"] if cfg.has_name else ["block"]
     return [name for name in dict.fromkeys(names) if name in cfg.__dataclass_fields__]
+
+
+def names_in(rule: str) -> list[str]:
+    """The flags and facts of a rule."""
+    return [TERM.fullmatch(term)[1] for term in re.split(" and | or ", rule)]
+
+
+def check_rules(cls: type):
+    """ValueError if a rule of the dataclass names neither a flag nor a fact."""
+    for name, flag in documented(cls).items():
+        for rule in flag.rules:
+            for unknown in names_in(rule):
+                if not hasattr(cls, unknown):
+                    raise ValueError(f"{cls.__name__}.{name}: its rule [{rule}] names {unknown!r}, which is no flag")
 
 
 def fact(cls: type, name: str) -> str | None:
@@ -114,7 +132,6 @@ def fact(cls: type, name: str) -> str | None:
 
 def in_words(cls: type, rule: str) -> str:
     """The rule, with the words of its facts in quotes."""
-    rule = re.sub(rf" or \w+{UNSET}", "", rule)
     for name in re.findall(r"\w+", rule):
         if words := fact(cls, name):
             rule = re.sub(rf"\b{name}\b", f"'{words}'", rule)
@@ -129,14 +146,11 @@ def term_holds(cfg: Flags, term: str) -> bool:
     name, sign, value = TERM.fullmatch(term).groups()
     if not hasattr(cfg, name):
         return True
-    if term.endswith(UNSET):
-        return name not in getattr(cfg, "sources", {})
     found = getattr(cfg, name)
     if sign is None:
         return found
     if sign in COMPARED:
-        number = len(found) if isinstance(found, str) else found
-        return COMPARED[sign](number, float(getattr(cfg, value, value)))
+        return COMPARED[sign](found, float(value))
     text = f"{found:g}" if isinstance(found, float) else str(found)
     found_there = any(fnmatchcase(text, pattern.strip("'")) for pattern in value.split("|"))
     return found_there == (sign == "=")
@@ -158,25 +172,37 @@ def documented(cls: type) -> dict[str, Flag]:
 
 
 def read_source(owner: type) -> dict[str, Flag]:
+    """The flags of one class. ValueError if its source is in no file."""
+    try:
+        source = textwrap.dedent(inspect.getsource(owner))
+    except (OSError, TypeError):
+        remedy = "write the class into a file"
+        raise ValueError(f"the flags of {owner.__name__} are read from its source; {remedy}") from None
+    lines = {}  # number -> the flag that is set there
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            lines |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.target.id)
     docs = {}
     sections = {}
     section = name = ""
-    for line in inspect.getsource(owner).splitlines():
-        code, _, comment = line.partition("  # ")
-        begins = re.match(r" *(\w+): ", code)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line = token.start[0]
+        if line in lines and lines[line] != name:
+            name = lines[line]
+            docs[name] = ""
+            sections[name] = section
+        if token.type != tokenize.COMMENT:
+            continue
+        comment = token.string.lstrip("# ")
         if comment.startswith("---"):
             section = comment.strip("- ")
-        elif begins:
-            name = begins[1]
-            docs[name] = comment
-            sections[name] = section
-        elif name and comment and (code.strip() or comment.startswith("[") or docs[name].endswith(" or")):
+        elif name and (line in lines or comment.startswith("[")):
             docs[name] = f"{docs[name]} {comment}".strip()
     return {name: flag_of(sections[name], doc) for name, doc in docs.items()}
 
 
 def flag_of(section: str, doc: str) -> Flag:
-    brackets = re.findall(r"\[(.*?)\]", doc)
+    brackets = [re.sub(r"\s*([<>=!|]+)\s*", r"\1", rule.strip()) for rule in re.findall(r"\[(.*?)\]", doc)]
     limits = [rule for rule in brackets if rule[0] in "<>"]
     rules = [rule for rule in brackets if rule not in [*limits, "any", "data"]]
     if "any" in brackets:
@@ -233,7 +259,6 @@ READER = {  # letter -> what it stands for without switches
 SWITCH = {  # switch -> the choice that it makes; any other switch is a phi
     "heads": "query", "stream": "query", "matrix": "out", "none": "out", "own_slots": "slots", "joint_slots": "slots",
 }  # fmt: skip
-STRING = {"standard": "c,p", "parallel": "m,c+p"}  # --block -> its --layer
 Sums = tuple[tuple[Reader, ...], ...]  # of a layer: the readers of each sum
 
 
@@ -270,48 +295,61 @@ def parsed_reader(word: str) -> Reader:
 
 
 def check_layer(cfg: "LayerFlags"):
-    """ValueError if not each string of cfg.layer can be built in some layer."""
+    """ValueError if not each string of cfg.block can be built in some layer."""
     for reader, _ in cfg.readers:
         check_reader(cfg, reader)
     if len(cfg.strings) > cfg.n_layer:
-        refuse(cfg, "layer n_layer", "there are more strings than layers; leave some out")
+        refuse(cfg, "block n_layer", "there are more strings than layers; leave some out")
     if cfg.doc_mask and cfg.placed_slots:
         why = "a document would have other results at another place in the row; use own_slots"
-        refuse(cfg, "doc_mask pos layer", why)
-    if cfg.block == "superblock" and cfg.objective != "seq2seq" and re.search("(^|[0-9+,;])m", cfg.layer):
-        refuse(cfg, "layer objective", "an m reads an encoder; set objective=seq2seq, or leave m out")
+        refuse(cfg, "doc_mask pos block", why)
+    if not cfg.has_name and cfg.objective != "seq2seq" and re.search("(^|[0-9+,;])m", cfg.block):
+        refuse(cfg, "block objective", "an m reads an encoder; set objective=seq2seq, or leave m out")
 
 
 def check_reader(cfg: "LayerFlags", reader: Reader):
     """ValueError if the reader has switches that do not go together, or not with the other flags."""
     if reader.source == "experts":
         if not cfg.n_expert:
-            refuse(cfg, "layer n_expert", "an e needs experts; set n_expert")
+            refuse(cfg, "block n_expert", "an e needs experts; set n_expert")
         plain = reader.query == "stream" and reader.out == "none" and reader.phi != "softmax"
         if not plain or reader.share > 1:
-            refuse(cfg, "layer", "experts may have only another map or a part of the units, such as e.relu2/2")
+            refuse(cfg, "block", "experts may have only another map or a part of the units, such as e.relu2/2")
     if reader.dense and reader.share > 1:
-        refuse(cfg, "layer", f"{reader.name} takes {reader.share} of the units; write a part, such as /2 or 3p/4")
+        refuse(cfg, "block", f"{reader.name} takes {reader.share} of the units; write a part, such as /2 or 3p/4")
     if reader.slots and (reader.source != "context" or reader.phi != "softmax"):
-        refuse(cfg, "layer", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
+        refuse(cfg, "block", f"{reader.name}: slots stand beside the softmax of a c; write c.{reader.slots}")
     if cfg.pos == "alibi" and reader.source == "context":
         if cfg.objective != "causal":
             refuse(cfg, "pos objective", "this was retired, as encoders see both ways; set pos=rope")
         if reader.phi != "softmax":
-            refuse(cfg, "layer pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
+            refuse(cfg, "block pos", f"a bias of positions needs a softmax, not .{reader.phi}; set pos=rope")
         if reader.share != 1:
-            refuse(cfg, "layer pos n_head", "the slopes are those of all heads; leave /n out, or set pos=rope")
+            refuse(cfg, "block pos n_head", "the slopes are those of all heads; leave /n out, or set pos=rope")
 
 
 class LayerFlags(Flags):
     """The base class of ModelConfig: what follows from its flags, mostly about the readers of each layer."""
 
+    NAMES: ClassVar[dict[str, dict]] = {"block": {}}  # flag -> the names of some of its texts, which model.py fills in
+
+    @property
+    def has_name(self) -> bool:
+        """a name of a block"""
+        return self.block in self.NAMES["block"]
+
     @property
     def strings(self) -> list[str]:
-        """One string for each layer, in turn. Of a block without strings, it tells attention and the MLP alone."""
-        if self.block == "superblock":
-            return self.layer.split(";")
-        string = STRING.get(self.block, "c,p")
+        """A string for each layer, in turn. Of a block that a function makes, it tells attention and the MLP alone."""
+        names = self.NAMES["block"]
+        if re.fullmatch(r"[A-Za-z_]\w+", self.block) and not self.has_name:
+            near = difflib.get_close_matches(self.block, names, 1) or [", ".join(names)]
+            refuse(self, "block", f"no block has this name; write {near[0]}, or readers such as c,p (docs/blocks.md)")
+        string = names.get(self.block, self.block)
+        if not self.has_name:
+            return string.split(";")
+        if not isinstance(string, str):
+            string = "c,p"
         if not self.n_expert:
             return [string]
         dense = min(self.n_dense_layer, self.n_layer)
@@ -326,7 +364,7 @@ class LayerFlags(Flags):
         try:
             sums = parsed(string)
         except ValueError as error:
-            refuse(self, "layer", str(error))
+            refuse(self, "block", str(error))
         if self.objective != "seq2seq":
             sums = [tuple(reader for reader in readers if reader.source != "memory") for readers in sums]
             return tuple(readers for readers in sums if readers)
@@ -335,6 +373,31 @@ class LayerFlags(Flags):
             return sums
         place = next((n for n, each in enumerate(sources, 1) if "context" in each), 0)
         return (*sums[:place], (READER["m"],), *sums[place:])
+
+    @property
+    def network(self) -> dict:
+        """Values for those flags of which some have two spellings. Flags of one network have equal ones."""
+        made = self.NAMES["block"].get(self.block)
+        if callable(made):
+            wiring = [self.block, *self.strings]
+        else:
+            wiring = [self.sums(layer) for layer in range(max(self.n_layer, self.n_encoder_layer))]
+        same = {"block": wiring, "n_dense_layer": 0, "attention": "", "n_kv_head": self.kv_heads}
+        return same | {"head_dim": self.head_size}
+
+    @property
+    def useless(self) -> dict[str, str]:
+        """Flags whose values change nothing -> why. Models that were made with other sizes may have them."""
+        found = {}
+        if self.window >= self.block_size:
+            found["window"] = f"no token is farther away than block_size={self.block_size}"
+        layers = max(self.n_layer, self.n_encoder_layer)
+        for name in ("window_pattern", "pos_pattern"):
+            if len(getattr(self, name)) > layers:
+                found[name] = f"it has more letters than the {layers} layers"
+        if {*self.pos_pattern} == {"G", "L"} and not self.rope_scaling and self.rope_theta == self.rope_theta_local:
+            found["pos_pattern"] = f"G and L are the same, as rope_theta and rope_theta_local are {self.rope_theta:g}"
+        return found
 
     @property
     def readers(self) -> list[tuple[Reader, int]]:
@@ -375,7 +438,7 @@ class LayerFlags(Flags):
     @property
     def bare(self) -> bool:
         """a simplified block without norms, of which one at the input is kept (He and Hofmann)"""
-        return self.block.startswith("simplified") and "none" in (self.norm, self.norm_placement)
+        return self.block.startswith("simplified") and self.norm_placement == "none"
 
     @property
     def has_p(self) -> bool:

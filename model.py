@@ -57,14 +57,12 @@ class ModelConfig(LayerFlags):
     scaled_init: bool = True  # [block!=simplified*] output layers begin smaller, as in GPT-2
     embed_scale: float = 1.0  # [any] factor of the token embeddings; Gemma's is sqrt(n_embd)
     # --- model: block
-    block: Literal["standard", "parallel", "simplified", "simplified_parallel", "superblock"] = "standard"  # the wiring
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside", "none"] = "layernorm"  # of the stream
-    # [norm_placement!=none or norm=none]
+    block: str = "standard"  # a name, or readers such as c,p: c context, p MLP, e experts, s slots, m memory
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_eps_outside"] = "layernorm"  # [norm_placement!=none] of the stream
     last_norm: Literal["same", "layernorm", "rmsnorm"] = "same"  # [norm_placement!=post] of the norm before the head
     norm_placement: Literal["pre", "post", "after", "sandwich", "none"] = "pre"  # around a sum; docs/blocks.md
-    # [norm!=none or norm_placement=none]
     norm_eps: float = 1e-5  # added to the variance, or to the mean square, in every norm
-    # [norm!=none and norm_placement!=none or last_norm!=same or block=simplified* or qk_norm=True]
+    # [norm_placement!=none or last_norm!=same or block=simplified* or qk_norm=True]
     mlp: Literal["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"] = "gelu"
     # [has_map or has_soft_slots and n_slot=0] The MLP's map. arXiv:2109.08668 has relu2, 2002.05202 *glu, GPT-2 *_tanh.
     mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
@@ -73,7 +71,6 @@ class ModelConfig(LayerFlags):
     # [conv!=1] [objective=causal] What it gives is added to what a sum's readers see (docs/blocks.md).
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
-    layer: str = "c+p"  # [block=superblock] readers: c context, p MLP, e experts, s slots, m memory (docs/blocks.md)
     n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: experts
     n_expert: int = 0  # [<=65536] [n_expert=0 or has_e] experts of an MLP (arXiv:1701.06538); 0 = dense
@@ -82,16 +79,14 @@ class ModelConfig(LayerFlags):
     expert_ratio: float = 0.0  # [<65536] [n_expert>0] as mlp_ratio, of one; 0 = mlp_ratio / (active + shared)
     router: Literal["softmax", "sigmoid"] = "softmax"  # [n_expert>0] scores (Mixtral, arXiv:2401.04088; DeepSeek-V3)
     router_balance: Literal["bias", "none"] = "bias"  # [n_expert>0] prefer rarely read experts (arXiv:2408.15664)
-    n_dense_layer: int = 0  # [n_expert>0 and block!=superblock] first layers that have no experts
+    n_dense_layer: int = 0  # [n_expert>0 and has_name] first layers that have no experts
     # --- model: attention
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # gqa: arXiv:2305.13245, mqa: arXiv:1911.02150
-    n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention
+    n_kv_head: int = 0  # key/value heads, must divide n_head; 0 = derived from attention. Beside mha, it means gqa
     qk_norm: bool = False  # RMS norm of each head's q and k (arXiv:2302.05442)
     value_embedding: bool = False  # [block!=simplified*] [has_even_c] a token adds a vector to v in layers 0, 2, ...
     window: int = 0  # tokens that each token sees, its own included; encoders: as many on both sides; 0 = all
-    # [window<block_size or window=unset]
     window_pattern: str = ""  # [window>0] per layer, repeated: S = sliding, L = full, such as SSSL; empty = all S
-    # [window_pattern<=n_layer or window_pattern<=n_encoder_layer or window_pattern=unset]
     attn_softcap: float = 0.0  # c tanh(scores / c), 0 = off (Gemma 2, arXiv:2408.00118)
     fp32_residual: bool | Literal["auto"] = "auto"  # residual stream in float32; auto = unless a GPU has bfloat16
     # [dtype!=float32]
@@ -100,9 +95,6 @@ class ModelConfig(LayerFlags):
     rope_theta: float = 10000.0  # [>0] [pos=rope] base of RoPE's wavelengths (arXiv:2104.09864)
     rope_scaling: str = ""  # [pos=rope] linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW
     pos_pattern: str = ""  # [pos_pattern='' or pos=rope|alibi] per layer: G as above, L by rope_theta_local, N none
-    # [pos_pattern<=n_layer or pos_pattern<=n_encoder_layer or pos_pattern=unset]
-    # [pos_pattern!=*L* or pos_pattern=*N* or rope_scaling!='' or
-    # rope_theta<rope_theta_local or rope_theta>rope_theta_local or pos_pattern=unset]
     rope_theta_local: float = 10000.0  # [>0] [pos_pattern=*L*] RoPE's base in layers L, not scaled (Gemma 3)
     # --- model: objective
     objective: Literal["causal", "masked", "seq2seq"] = "causal"  # masked: encoder (BERT), seq2seq: both (T5)
@@ -120,7 +112,7 @@ class ModelConfig(LayerFlags):
 
     @property
     def kv_heads(self) -> int:
-        return {"mha": self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
+        return {"mha": self.n_kv_head or self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
 
 # ---- Norms
@@ -497,7 +489,7 @@ def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
     name = cfg.mlp if reader.phi == "mlp" else reader.phi
     kinds = {"softmax": Kind(None)} | MLP_KIND
     if name not in kinds:
-        refuse(cfg, "layer", f".{name} is no switch; known are {', '.join([*SWITCH, *kinds])}")
+        refuse(cfg, "block", f".{name} is no switch; known are {', '.join([*SWITCH, *kinds])}")
     return kinds[name]
 
 
@@ -509,12 +501,12 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
         even = -(-cfg.n_embd // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
         refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
     if cfg.n_kv_head not in (0, Hkv):
-        refuse(cfg, "n_kv_head attention", f"mha has {H} key/value heads, mqa 1; set n_kv_head=0, or attention=gqa")
+        refuse(cfg, "n_kv_head attention", "mqa has one key/value head; set n_kv_head=0, or attention=gqa")
     if Hkv == 0 or H % Hkv:
         refuse(cfg, "attention n_kv_head n_head", "set n_kv_head to a divisor of n_head")
     if reader.share > 1 or (reader.share * Hkv).denominator > 1:
         fact = f"{reader.name} takes {reader.share} of {H} heads and of {Hkv} key/value heads"
-        refuse(cfg, "layer", f"{fact}; write a part of both, such as /2 or 3c/4")
+        refuse(cfg, "block", f"{fact}; write a part of both, such as /2 or 3c/4")
     return int(reader.share * H), int(reader.share * Hkv)
 
 
@@ -527,7 +519,7 @@ def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
     if reader.source == "parameters":  # slots: a gated phi has two keys for each value
         return lambda scores, n: phi(*scores.chunk(arity, -1))
     if arity == 2:
-        refuse(cfg, "layer", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
+        refuse(cfg, "block", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
     if phi is torch.sigmoid:
         return lambda scores, n: phi(scores - n.clamp(min=1).log())
     return lambda scores, n: phi(scores) / n.clamp(min=1)
@@ -560,7 +552,7 @@ class Heads(nn.Module):
         width = self.n_head * D
         if width != cfg.n_embd and (reader.query == "stream" or reader.out == "none"):
             fact = f"{self.n_head} heads of {D} channels are not as wide as the stream"
-            refuse(cfg, "layer n_embd", f"{fact}, and {reader.name} has no matrix between them; give it one")
+            refuse(cfg, "block n_embd", f"{fact}, and {reader.name} has no matrix between them; give it one")
         self.out = with_role(nn.Identity(), "out")
         if reader.out == "matrix":
             self.out = Linear(cfg, width, cfg.n_embd, "out")
@@ -981,7 +973,7 @@ class Sum(nn.Module):
 
 
 def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """The sums that a string describes: that of --layer, or of STRING in flags.py."""
+    """The sums that the string of --block describes, or that of its name."""
     kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
     sums = []
     for readers in cfg.sums(layer):
@@ -1019,21 +1011,23 @@ def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     return [*cross(cfg, layer), both]
 
 
-BLOCK: dict[str, Callable[[ModelConfig, int], list[Sum]]] = {
-    "standard": from_string,  # c,p: s = s + A(n1(s)); s = s + M(n2(s)) (arXiv:1706.03762, norms in front as in GPT-2)
-    "parallel": from_string,  # c+p: s = s + A(n(s)) + M(n(s)) (GPT-J; PaLM, arXiv:2204.02311)
+BLOCK: dict[str, str | Callable[[ModelConfig, int], list[Sum]]] = {  # name -> its string, or what makes the sums
+    "standard": "c,p",  # s = s + A(n1(s)); s = s + M(n2(s)) (arXiv:1706.03762, norms in front as in GPT-2)
+    "parallel": "m,c+p",  # s = s + A(n(s)) + M(n(s)) (GPT-J; PaLM, arXiv:2204.02311), behind the memory's sum
+    "superblock": "c+p",  # the same, where the memory's sum comes last
     "simplified": simplified,
     "simplified_parallel": simplified_parallel,
-    "superblock": from_string,
 }
+ModelConfig.NAMES = {"block": BLOCK}
 
 
 class Block(nn.Module):
-    """One layer: the sums of BLOCK[cfg.block], one after the other."""
+    """One layer: the sums of its string, or of a function of BLOCK, one after the other."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.sums = nn.ModuleList(BLOCK[cfg.block](cfg, layer))
+        build = BLOCK.get(cfg.block)
+        self.sums = nn.ModuleList(build(cfg, layer) if callable(build) else from_string(cfg, layer))
         names = [name for each in self.sums for name in each.names]
         if len(set(names)) < len(names):  # their initial weights would be equal
             raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
@@ -1054,7 +1048,7 @@ class Stack(nn.Module):
         super().__init__()
         self.cfg = cfg
         if not any(reader.source == "context" and n for reader, n in cfg.readers):
-            refuse(cfg, "layer n_layer", "a layer has no c, so no token would see another; add one")
+            refuse(cfg, "block n_layer", "a layer has no c, so no token would see another; add one")
         self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")

@@ -1,6 +1,6 @@
 # A superblock of experts with one kind of block, 2 to 4 minutes on 2 cores. Each sum has half of the heads, and 4
 # experts of 192 hidden units, of which a token reads two: as many units as a sum of the dense twin has, which is
-# config/pycode_superblock.py --layer=c/2+p/2,c/2+p/2 --muon_lr=0.01. Routers and biases add 0.3 % to its parameters.
+# config/pycode_superblock.py --block=c/2+p/2,c/2+p/2 --muon_lr=0.01. Routers and biases add 0.3 % to its parameters.
 dataset = "pycode"
 out_dir = "out/pycode_superblock_moe"
 
@@ -10,8 +10,7 @@ n_embd = 192
 block_size = 256
 batch_size = 8
 gradient_accumulation_steps = 1
-block = "superblock"
-layer = "c/2+e/2,c/2+e/2"
+block = "c/2+e/2,c/2+e/2"
 norm = "rmsnorm"
 qk_norm = True
 pos = "rope"

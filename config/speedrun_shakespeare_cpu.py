@@ -15,7 +15,7 @@ gradient_accumulation_steps = 1
 norm = "rmsnorm"
 qk_norm = True
 pos = "rope"
-block = "parallel"
+block = "superblock"
 conv = 4
 mlp = "relu2"
 

@@ -15,7 +15,7 @@ norm = "rmsnorm"
 qk_norm = True
 pos = "rope"
 mlp = "relu2"
-block = "parallel"
+block = "superblock"
 conv = 4
 
 optimizer = "muon"

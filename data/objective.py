@@ -282,7 +282,7 @@ def settle_pairs(cfg, data: DataSet) -> None:
     if cfg.pairs:
         fact = f"objective={cfg.objective} has no pairs, as dataset={cfg.dataset} has"
         require(cfg.objective in PAIRS, f"{fact}; set objective to causal or seq2seq, or pairs=False")
-        for name in {"corrupt_ratio", "span_length"} & cfg.sources.keys():
+        for name in {"corrupt_ratio", "span_length"} & cfg.given:
             fact = f"{name}={getattr(cfg, name)} has no effect on dataset={cfg.dataset}, which holds pairs"
             raise ValueError(f"{fact}; leave {name} out")
         cfg.doc_mask = True

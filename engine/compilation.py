@@ -34,7 +34,7 @@ def settle(cfg, ranks: Ranks) -> Ranks:
     calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
     compile=True keeps its value then, so that a resume on another machine is compiled again."""
     wanted = ranks.compile
-    if cfg.eval_only and ranks.device.type == "cpu" and "compile" not in cfg.sources:
+    if cfg.eval_only and ranks.device.type == "cpu" and "compile" not in cfg.given:
         wanted = False  # one evaluation takes less time than the compilation that a checkpoint's flag asks for
     compiled = wanted and works(ranks)
     cfg.compile = compiled if cfg.compile == "auto" else wanted

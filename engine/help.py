@@ -57,10 +57,16 @@ def usage(cls: type, doc: str) -> str:
     return "\n".join(lines).strip()
 
 
+def named(cls: type, flag: str) -> list[str]:
+    """The names of texts of a flag, such as "superblock (c+p)"."""
+    names = getattr(cls, "NAMES", {}).get(flag, {})
+    return [f"{name} ({text})" if isinstance(text, str) else name for name, text in names.items()]
+
+
 def help_lines(cls: type, name: str) -> list[str]:
     """A flag with its default, its type or choices, and its doc."""
     left = f"  --{name}={getattr(cls, name)}"
-    kinds = " | ".join(choices(cls.__dataclass_fields__[name].type))
+    kinds = " | ".join([*named(cls, name), *choices(cls.__dataclass_fields__[name].type)])
     first, *others = textwrap.wrap(f"{kinds}: {documented(cls)[name].doc}", 60, break_on_hyphens=False)
     return [f"{left:<37} {first}", *(f"{'':<37} {more}" for more in others)]
 

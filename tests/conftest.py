@@ -7,6 +7,7 @@ from engine import start
 
 start()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as pytest needs it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, and tests send it
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else CUDA refuses processes that are forked after is_available()
 
 import gc

@@ -1,4 +1,4 @@
-"""Flags that several tests train with: families, whose losses are in tests/golden.json, and strings of --layer."""
+"""Flags that several tests train with: families, whose losses are in tests/golden.json, and strings of --block."""
 
 import itertools
 
@@ -13,9 +13,9 @@ BLOCKS = {
     "parallel": "--block=parallel --pos=rope --mlp=swiglu --norm=rmsnorm",
     "simplified": "--block=simplified --pos={alibi} --simplified_value_proj=all",
     "simplified_parallel": "--block=simplified_parallel --attention=gqa --n_kv_head=2",
-    "superblock": "--block=superblock --layer=c{m}+p --qk_norm=True --window=7",
-    "superblock, series": "--block=superblock --layer=c,p --norm_placement=sandwich --mlp=geglu",
-    "superblock, joint pool": "--block=superblock --layer=c.joint_slots{m} --pos={alibi}",
+    "superblock": "--block=c{m}+p --qk_norm=True --window=7",
+    "superblock, series": "--block=c,p --norm_placement=sandwich --mlp=geglu",
+    "superblock, joint pool": "--block=c.joint_slots{m} --pos={alibi}",
 }
 OBJECTIVES = {
     "causal": "",

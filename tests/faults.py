@@ -183,7 +183,7 @@ ops.py: A map over the context divides by the number of keys of the strip, not o
   - phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
   + phi(wide, torch.tensor(k.size(-2)).to(wide.dtype))
   tests/model/test_pools.py::test_a_map_over_the_context_from_scores_written_out
-flags.py: All layers have the readers of the first string of --layer.
+flags.py: All layers have the readers of the first string of --block.
   - self.strings[layer % len(self.strings)]
   + self.strings[0]
   tests/model/test_pools.py::test_a_string_names_the_readers_of_each_sum

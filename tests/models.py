@@ -12,7 +12,7 @@ from families import LAYERS
 import ops
 from engine.decode import generate
 from flags import unused
-from model import Model, ModelConfig
+from model import BLOCK, Model, ModelConfig
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
 T, S = TINY["block_size"], 11  # of a text and of a source
@@ -34,6 +34,7 @@ USUAL = {field.name: field.default for field in fields(ModelConfig)}
 def numbers(flags: dict) -> dict[str, list]:
     """The values of flags that are numbers or texts beside these other flags."""
     return {
+        "block": [*BLOCK, *LAYERS],
         "head_dim": [0] if flags["block"].startswith("simplified") else [0, 6, 12],
         "n_kv_head": [2 if flags["attention"] == "gqa" else 0],
         "n_encoder_layer": [1],
@@ -48,7 +49,6 @@ def numbers(flags: dict) -> dict[str, list]:
         "n_expert": [0, 4],
         "n_expert_shared": [0, 1],
         "n_dense_layer": [0, 1],
-        "layer": ["c+p", *LAYERS],
         "rope_scaling": ["", "yarn:4"],
         "rope_theta_local": [1e4, 7.0],
         "pos_pattern": {"rope": ["", "LGN", "NG"], "alibi": ["", "NG"]}.get(flags["pos"], [""]),
@@ -60,6 +60,7 @@ def draw(rng: random.Random) -> dict:
     """Random values of the flags of the network that have an effect together."""
     kinds = {name: choices(kind) for name, kind in get_type_hints(ModelConfig).items()}
     flags = {name: rng.choice(values) for name, values in kinds.items() if values}
+    flags["block"] = rng.choice([*BLOCK, *LAYERS])
     flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
     cfg = object.__new__(ModelConfig)
     vars(cfg).update(USUAL | flags)

@@ -37,4 +37,4 @@ def test_failures_are_told_by_kind(tmp_path):
 
 
 def test_ids_have_the_characters_of_words():
-    assert short("qkv_bias=True,layer=c,p;c+c/2,s") == "qkv_bias:True+layer:c+p+c+c/2+s"
+    assert short("qkv_bias=True,block=c,p;c+c/2,s") == "qkv_bias:True+block:c+p+c+c/2+s"

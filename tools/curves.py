@@ -11,11 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from configurator import read_file
+from configurator import read_file, resolve
 from data.errors import printable, require
 from data.files import new_file, user_path
 from engine.metrics import read_metrics
+from engine.retired import translated
 from flags import Flags
+from model import ModelConfig
 
 OF_ONE_RUN = {"out_dir", "seed"}  # flags that do not tell runs apart
 LOSSES = {"loss": "training loss", "train_loss": "training loss, evaluated", "val_loss": "validation loss"}
@@ -50,14 +52,25 @@ def read_run(folder: str) -> Run:
     require(metrics.is_file(), f"{folder} has no metrics.jsonl; give the out_dir of a run of train.py")
     settings = read_file(str(config)) if config.is_file() else []
     starts = ("init_from", "scratch"), ("init_from", "resume")  # a run that was resumed is still the same run
-    flags = {name: value for name, value, _ in settings if (name, value) not in starts}
+    flags = translated({name: value for name, value, _ in settings if (name, value) not in starts})
     rows = list(read_metrics(metrics))
     require(rows, f"{metrics} has no row that can be read; train it first")
     return Run(folder, flags, rows)
 
 
+def one_spelling(runs: list[Run]):
+    """Give runs of one network, which may be spelled in two ways, the flags of the first of them."""
+    spelled: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        of_model = {name: value for name, value in run.flags.items() if name in ModelConfig.__dataclass_fields__}
+        network = resolve(ModelConfig, {}, of_model).network
+        own = {name: run.flags[name] for name in network if name in run.flags}
+        run.flags.update(spelled.setdefault(repr(network), own))
+
+
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs that differ only in the seed, by a name: the flags in which they differ from others that use these flags."""
+    one_spelling(runs)
     values: dict[str, set] = defaultdict(set)
     for run in runs:
         for name, value in run.flags.items():

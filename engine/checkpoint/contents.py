@@ -22,6 +22,7 @@ from torch import Tensor
 from data.errors import reason, require
 from data.files import open_regular, read_file
 from engine.parallel.owners import Part
+from engine.retired import translated
 
 FORMAT = 4  # of state.json, index.json and the names of parameters
 STEP = re.compile(r"step_\d{8,}")
@@ -114,6 +115,7 @@ def read_state(path: Path) -> dict:
         data = state["data"]
         lengths = {len(data.get(key, [])) for key in ("read", "weights", "hashes")}
         require(len(lengths) == 1, f"data is {data!r:.60}")
+    state["flags"] = translated(state["flags"])
     return state
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from configurator import resolve
 from data import files, lock
 from data.dataset import TokenStream
 from data.loader import Loader
@@ -109,7 +110,7 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
 
 def schedule_of_another(cfg) -> str:
     """A line that names the flags of the schedule which a new run has from the one in init_from, "" without any."""
-    names = {name for name, flag in documented(type(cfg)).items() if flag.section == "schedule"} - cfg.sources.keys()
+    names = {name for name, flag in documented(type(cfg)).items() if flag.section == "schedule"} - cfg.given
     changed = [name for name in names if getattr(cfg, name) != getattr(type(cfg), name)]
     found = [setting(name, getattr(cfg, name), "") for name in sorted(changed)]
     if cfg.init_from == "resume" or not found:
@@ -120,10 +121,11 @@ def schedule_of_another(cfg) -> str:
 def check_same_model(cfg, flags: dict, path: Path):
     """ValueError if cfg describes another model or optimizer than these flags of the checkpoint in `path`."""
     free = {*FREE_ON_RESUME, *unused(cfg)}
+    before = resolve(type(cfg), {}, flags, str(path))
     for name in [flag.name for flag in fields(ModelConfig)] + ["optimizer"]:
-        old = flags.get(name, getattr(type(cfg), name))  # a flag that the file does not know had its default value
+        old = getattr(before, name)
         new = getattr(cfg, name)
-        if old != new and name not in free:
+        if old != new and before.network.get(name, old) != cfg.network.get(name, new) and name not in free:
             fact = f"differs from {old} in {path}"
             refuse(cfg, name, f"{fact}; leave it out, or start from scratch in another --out_dir")
     if cfg.ema_decay and not flags.get("ema_decay"):

@@ -32,7 +32,7 @@ from engine.parallel.owners import Part
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.plan import memory
-from engine.retired import RETIRED_OF_THE_MODEL
+from engine.retired import RETIRED
 from flags import flags_of_data
 from model import Model, ModelConfig
 
@@ -51,8 +51,7 @@ class Weights:
 
     def config(self, **changes: Any) -> Config:
         """The flags to compute with this model on any machine: those that do not shape it have their defaults."""
-        of_model = {*(field.name for field in fields(ModelConfig)), *RETIRED_OF_THE_MODEL}
-        kept = {"dataset", *flags_of_data(Config), *of_model}
+        kept = {"dataset", *flags_of_data(Config), *(field.name for field in fields(ModelConfig)), *RETIRED}
         flags = {name: value for name, value in self.flags.items() if name in kept}
         return resolve(Config, {}, flags | changes, str(self.path))
 

@@ -189,9 +189,9 @@ FAMILIES = {
 
 # ---- Which family expresses a model of ours
 
-# Flags that matter only in training, and two that network() says by others: attention (n_kv_head), window (its pattern)
+# Flags that matter only in training, and window, which network() says by its pattern
 FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
-FREE |= {"attention", "window", "init_std"}
+FREE |= {"window", "init_std"}
 
 
 def network(cfg: ModelConfig) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def network(cfg: ModelConfig) -> dict[str, Any]:
     kinds = cfg.pos_pattern or "G"
     out["pos_pattern"] = [kinds[i % len(kinds)] for i in range(cfg.n_layer)]
     out["window_pattern"] = [cfg.layer_window(i) for i in range(cfg.n_layer)]
-    out |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_size, "rope_scaling": write_scaling(cfg)}
+    out |= cfg.network | {"rope_scaling": write_scaling(cfg)}
     out["mlp_ratio"] = hidden_units(cfg, READER["p"])
     if cfg.n_expert:
         out["expert_ratio"] = hidden_units(cfg, READER["e"])
@@ -232,12 +232,9 @@ def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family
     """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them). A
     family with more biases expresses the model with biases of 0; the flags then have these biases too. ValueError names
     the flags that the nearest family lacks."""
-    plain = cfg
-    if cfg.block == "superblock" and cfg.layer == "c,p":
-        plain = changed(cfg, block="standard")  # the parameters have the same names
     misses = []
     for biases in ({}, {"qkv_bias": True}, {"bias": True}):
-        given = changed(plain, **biases)
+        given = changed(cfg, **biases)
         for name, family in FAMILIES.items():
             flags = lost(family, given)
             if flags:

@@ -22,6 +22,7 @@ from data.errors import reason, require
 from engine.checkpoint import contents
 from engine.interchange.config import Family
 from engine.interchange.families import FAMILIES, choose
+from engine.retired import translated
 from model import Model, ModelConfig
 
 AGAIN = "download all files of the folder again, or write it with transformers' save_pretrained"
@@ -39,7 +40,7 @@ class Own(Family):
 
     def flags(self, config: dict) -> dict:
         require(type(config.get("flags")) is dict, f"there are no flags of a superblock; {AGAIN}")
-        return asdict(resolve(ModelConfig, {}, config["flags"], "config.json"))
+        return asdict(resolve(ModelConfig, {}, translated(config["flags"]), "config.json"))
 
     def config(self, cfg: ModelConfig) -> dict:
         places = {"AutoConfig": "modeling_superblock.SuperblockConfig"}

@@ -78,7 +78,7 @@ def check(cfg):
             if kv_heads % n:
                 refuse(cfg, "tp", f"does not divide the number of key/value heads, {kv_heads}; set a divisor")
         elif reader.phi == "softmax":
-            refuse(cfg, "layer tp", "the softmax of p needs all its units; set tp=1")
+            refuse(cfg, "block tp", "the softmax of p needs all its units; set tp=1")
         elif hidden_units(cfg, reader) % (cfg.hidden_unit * n):
             units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_unit}"
             refuse(cfg, "tp", f"does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")

@@ -30,7 +30,7 @@ def check_training(cfg, device: torch.device, size: int):
         states /= 2  # at least, as the rank may have one end of the model and fewer layers
     if lack := shortage(states, device):
         remedy = "use a machine with more memory, make the model smaller, or divide it among more ranks"
-        names = ["vocab_size", *(name for name in SIZES if name in cfg.sources)]
+        names = ["vocab_size", *(name for name in SIZES if name in cfg.given)]
         refuse(cfg, " ".join(names), f"{lack}; {remedy} with --parallel=fsdp; see --plan=True")
     check_batch(rank)
 

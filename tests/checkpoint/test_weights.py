@@ -191,7 +191,7 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
 
 def test_a_flag_that_has_no_effect_today_does_not_hinder_a_resume(run):
     """A version before this one stored it, as it knew no rule for it."""
-    out = run("--block=superblock", "--layer=c+s.gelu", "--max_iters=2", "--warmup_iters=1")
+    out = run("--block=c+s.gelu", "--max_iters=2", "--warmup_iters=1")
     edit_state(out, flags=state_of(out)["flags"] | {"mlp": "relu"})
     train.main([f"--out_dir={out}", "--init_from=resume", "--max_iters=3"])
     assert state_of(out)["step"] == 3
@@ -200,18 +200,14 @@ def test_a_flag_that_has_no_effect_today_does_not_hinder_a_resume(run):
 @pytest.mark.parametrize("command", [train, sample])
 def test_a_retired_flag_loads_at_its_old_value_and_is_refused_at_another(command, run, monkeypatch, capsys):
     monkeypatch.setitem(retired.RETIRED, "old_idea", 0.5)
-    monkeypatch.setitem(retired.RETIRED, "norm=rmsnorm", "layernorm")
-    monkeypatch.setitem(weights.RETIRED_OF_THE_MODEL, "old_idea", 0.5)
     out = run("--max_iters=2", "--warmup_iters=1")
     if command is train:
         flags = ["--max_iters=1", f"--out_dir={out.parent / 'b'}", f"--init_from=checkpoint:{out}"]
     else:
         flags = [f"--out_dir={out}", "--start=the", "--max_new_tokens=2", "--device=cpu"]
     stored = state_of(out)["flags"]
-    for wrong, value in (("old_idea", 0.75), ("norm", "rmsnorm"), ("pool", "joint")):
-        edit_state(out, flags=stored | {wrong: value})
-        line = refused(command.main, flags, capsys)
-        assert f"{wrong}={value} ({out}" in line and "was retired" in line
-    of_76155b6 = {"pool": "separate", "wiring": "parallel", "slot_softmax": "own"}  # which --layer=c+p replaces
-    edit_state(out, flags=stored | {"old_idea": 0.5} | of_76155b6)
+    edit_state(out, flags=stored | {"old_idea": 0.75})
+    line = refused(command.main, flags, capsys)
+    assert f"old_idea=0.75 ({out}" in line and "was retired" in line
+    edit_state(out, flags=stored | {"old_idea": 0.5})
     command.main(flags)

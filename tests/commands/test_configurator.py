@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +17,15 @@ from configurator import parse, read_flags, resolve
 from data.errors import user_errors
 from engine import retired
 from engine.config import Config
-from engine.help import choices, dump
-from flags import documented, fact
+from engine.help import dump
+from engine.interchange.__main__ import ExportConfig
+from evaluate import EvaluateConfig
+from flags import check_rules, documented
+from sample import SampleConfig
+from tools.bench import BenchConfig
+from tools.compare.trainings import CompareConfig
+from tools.curves import PlotConfig
+from tools.lens import LensConfig
 
 
 @dataclass
@@ -59,7 +68,7 @@ def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
     """But a file or a command line that contradicts itself is refused."""
     for flags, other in (
         ("window = 8\nwindow_pattern = 'SL'\n", ["--window=0"]),
-        ("block = 'superblock'\nlayer = 'c,s'\nn_slot = 3\n", ["--layer=c,p", "--block=superblock"]),
+        ("block = 'c,s'\nn_slot = 3\n", ["--block=c,p", "--block=superblock"]),
         ("conv = 4\nconv_lr = 0.5\n", ["--objective=masked"]),
         ("optimizer = 'muon'\nmuon_lr = 0.5\n", ["--optimizer=adamw"]),
     ):
@@ -173,9 +182,9 @@ NO_FLOAT = {"nan": "nan", "1e999": "inf", "10**999": "'10**999'", "1/0": "'1/0'"
 COMMAND_LINE_MISTAKES += [(f"--beta1={text}", [f"beta1={shown}", "expected float"]) for text, shown in NO_FLOAT.items()]
 
 
-def mistake(argv: list[str]) -> str:
+def mistake(argv: list[str], cls: type = Config) -> str:
     with pytest.raises((ValueError, OSError)) as error:
-        parse(Config, argv)
+        parse(cls, argv)
     message = str(error.value)
     assert len(message.splitlines()) == 1 and len(message) < 900
     return message
@@ -239,24 +248,66 @@ def test_binary_or_large_files_are_refused(tmp_path):
     assert "has more than 1,048,576 bytes; a config file holds only name = value" in mistake([str(path)])
 
 
-def test_tables_name_flags_and_say_when_they_are_used():
-    names = {field.name for field in fields(Config)}
-    for name, flag in documented(Config).items():
-        for term in re.split(" and | or ", " and ".join(flag.rules)):
-            first = re.match(r"\w*", term)[0]
-            assert not first or first in names or fact(Config, first), f"{name}: {term} names neither flag nor fact"
+COMMANDS = [Config, SampleConfig, EvaluateConfig, BenchConfig, CompareConfig, LensConfig, PlotConfig, ExportConfig]
+
+
+@pytest.mark.parametrize("cls", COMMANDS)
+def test_rules_name_flags_or_facts(cls):
+    check_rules(cls)
+    for name, flag in documented(cls).items():
         assert all(re.fullmatch(r"[<>]=?-?\d+(e\d+)?", limit) for limit in flag.limits), name
-    for targets in Config.NANOGPT.values():
-        assert set(targets) <= names
+    for targets in getattr(cls, "NANOGPT", {}).values():
+        assert set(targets) <= {field.name for field in fields(cls)}
+
+
+RULES = """
+from dataclasses import dataclass
+from engine.config import Config
+
+@dataclass
+class Hacked(Config):
+    new: int = 0  # what it does
+"""
+
+
+@pytest.mark.parametrize("line", [
+    "new: int = 0  # [poss=rope] what it does",
+    "new: int = 0  # [pos=rope or posss=alibi] what it does",
+    "new: int = 0 # [poss = rope] what it does",
+    "new:int = 0  # [poss=rope] what it does",
+    "new: int = (\n        0  # [poss=rope] what it does\n    )",
+    "new: int = 0  # what it does\n    # [poss=rope]",
+])  # fmt: skip
+def test_a_mistyped_rule_is_refused_and_blanks_in_a_rule_are_not(tmp_path, monkeypatch, line):
+    """Where no flag has the name that a rule gives, the rule would always hold."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, flag in (("wrong", line), ("right", re.sub("posss?", "pos", line))):
+        (tmp_path / f"hack_{name}.py").write_text(RULES.replace("new: int = 0  # what it does", flag))
+        sys.modules.pop(f"hack_{name}", None)
+    with pytest.raises(ValueError, match=r"Hacked.new: its rule \[.*\] names 'posss?', which is no flag"):
+        parse(import_module("hack_wrong").Hacked, [])
+    hacked = import_module("hack_right").Hacked
+    assert parse(hacked, []).new == 0
+    assert parse(hacked, ["--pos=rope"]).pos == "rope"
+    assert "new=1 (command line): used only with pos=rope" in mistake(["--new=1"], hacked)
+    assert "what it does" in documented(hacked)["new"].doc
+
+
+def test_flags_of_a_class_that_stands_in_no_file_are_refused():
+    """Its comments, which have the rules, cannot be read."""
+    names = {"__name__": "stdin"}
+    exec(RULES, names)
+    with pytest.raises(ValueError, match="the flags of Hacked are read from its source; write the class into a file"):
+        parse(names["Hacked"], [])
 
 
 @pytest.mark.parametrize("flag, others", [
-    ({"layer": "c,m,p"}, {"block": "superblock", "objective": "seq2seq"}),
-    ({"mlp_ratio": 2.0}, {"block": "superblock", "layer": "c.own_slots"}),
+    ({"block": "c,m,p"}, {"block": "m,c,p", "objective": "seq2seq"}),
+    ({"mlp_ratio": 2.0}, {"block": "c.own_slots"}),
     ({"rope_theta": 50.0}, {"pos": "rope", "pos_pattern": "LG"}),
-    ({"norm_eps": 0.1}, {"norm": "none", "last_norm": "rmsnorm"}),
-    ({"norm_eps": 0.1}, {"norm": "none", "block": "simplified"}),
-    ({"norm_bias": True}, {"norm": "none", "block": "simplified"}),
+    ({"norm_eps": 0.1}, {"norm_placement": "none", "last_norm": "rmsnorm"}),
+    ({"norm_eps": 0.1}, {"norm_placement": "none", "block": "simplified"}),
+    ({"norm_bias": True}, {"norm_placement": "none", "block": "simplified"}),
 ], ids=str)  # fmt: skip
 def test_a_flag_that_is_used_is_accepted(flag, others):
     assert has_effect(others, others | flag)
@@ -278,7 +329,10 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     assert [*given.values()] == [*in_file, ("max_iters", 20, "command line"), ("rope_theta", 7.0, "command line")]
     cfg = resolve(Config, given, stored, "out/step_00000001")
     assert asdict(cfg) == stored | {name: value for name, value, _ in given.values()}
-    assert cfg.sources == {name: place for name, _, place in given.values()}
+    places = {name: place for name, _, place in given.values()}
+    assert cfg.sources == dict.fromkeys(stored, "out/step_00000001") | places and cfg.given == places.keys()
+    with pytest.raises(ValueError, match=r"max_iters=9 \(out/step_00000001\): .* set warmup_iters"):
+        resolve(Config, {}, stored | {"schedule": "wsd", "warmup_iters": 99}, "out/step_00000001")
     switched = resolve(Config, read_flags(Config, [path, "--pos=alibi"]), stored)  # rope_theta is not the user's
     assert (switched.pos, switched.rope_theta, switched.n_layer) == ("alibi", Config.rope_theta, 3)
     for wrong in ([0.0], {}, None):
@@ -289,7 +343,7 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
 
 
 def test_a_flag_of_a_file_that_the_command_line_leaves_without_effect_has_its_default(tmp_path):
-    path = write(tmp_path / "c.py", "block = 'superblock'\nlayer = 'c.own_slots'\nmlp = 'swiglu'\n")
+    path = write(tmp_path / "c.py", "block = 'c.own_slots'\nmlp = 'swiglu'\n")
     assert parse(Config, [path]).mlp == "swiglu"  # which decides how many slots there are
     assert parse(Config, [path, "--n_slot=5"]).mlp == Config.mlp
     path = write(tmp_path / "d.py", "balance_rate = 0.01\n")  # [router_balance=bias], which is not --bias
@@ -299,30 +353,35 @@ def test_a_flag_of_a_file_that_the_command_line_leaves_without_effect_has_its_de
 
 
 ENCODER = {"objective": "seq2seq", "n_encoder_layer": 5}
-IDLE = [  # a flag, a value that has no effect beside others, and a similar one that has
-    ("window", 64, {"block_size": 64}, 63),
-    ("window", 100, {"block_size": 64}, 1),
-    ("window_pattern", "SSSL", {"window": 5, "n_layer": 3}, "SSL"),
-    ("window_pattern", "SSSSSL", {"window": 5, "n_layer": 3} | ENCODER, "SSSSL"),
-    ("pos_pattern", "GGGN", {"pos": "rope", "n_layer": 3}, "GGN"),
-    ("pos_pattern", "GL", {"pos": "rope"}, "LN"),
+IDLE = [  # a flag, a value that has no effect beside others, a similar one that has, and what is said
+    ("window", 64, {"block_size": 64}, 63, "no token is farther away than block_size=64"),
+    ("window", 100, {"block_size": 64}, 1, "no token is farther away than block_size=64"),
+    ("window_pattern", "SSSL", {"window": 5, "n_layer": 3}, "SSL", "it has more letters than the 3 layers"),
+    (
+        "window_pattern",
+        "SSSSSL",
+        {"window": 5, "n_layer": 3} | ENCODER,
+        "SSSSL",
+        "it has more letters than the 5 layers",
+    ),
+    ("pos_pattern", "GGGN", {"pos": "rope", "n_layer": 3}, "GGN", "it has more letters than the 3 layers"),
+    ("pos_pattern", "GL", {"pos": "rope"}, "LN", "G and L are the same, as rope_theta and rope_theta_local are 10000"),
 ]
 
 
-@pytest.mark.parametrize("name, idle, others, used", IDLE, ids=str)
-def test_a_flag_that_has_no_effect_but_in_a_checkpoint(tmp_path, name, idle, others, used):
+@pytest.mark.parametrize("name, idle, others, used, why", IDLE, ids=str)
+def test_a_flag_that_has_no_effect_but_in_a_checkpoint(tmp_path, name, idle, others, used, why):
     """Typed it is refused, and a file's is left out with a line. A checkpoint or config.json keeps it."""
     typed = [f"--{other}={value}" for other, value in others.items()]
     message = mistake([*typed, f"--{name}={idle}"])
-    assert f"{name}={idle} (command line): used only with " in message and "leave it out or change" in message
-    assert all(f"{other}={value}" in message for other, value in others.items() if other in ("n_layer", "block_size"))
+    assert message.startswith(f"{name}={idle} (command line): {why}") and message.endswith("; leave it out")
     path = write(tmp_path / "c.py", f"# one\n{name} = {idle!r}\n")
     in_file = write(tmp_path / "d.py", "".join(f"{other} = {value!r}\n" for other, value in others.items()))
     for argv in ([path, *typed], [path, in_file]):
         cfg = parse(Config, argv)
         [line] = cfg.left_out
         assert getattr(cfg, name) == getattr(Config, name)
-        assert line.startswith(f"{name}={idle} ({path}:2) is left out, as it does not go with ")
+        assert line.startswith(f"{name}={idle} ({path}:2) is left out: {why}")
     assert getattr(parse(Config, [*typed, f"--{name}={used}"]), name) == used
     stored = asdict(Config()) | others | {name: idle}
     for argv in ([], [path]):
@@ -336,41 +395,34 @@ def test_what_rests_on_a_flag_that_is_left_out_is_left_out_too(tmp_path):
     cfg = parse(Config, [path, "--block_size=32", "--optimizer=adamw"])
     assert (cfg.window, cfg.window_pattern, cfg.muon_lr) == (0, "", Config.muon_lr)
     assert cfg.left_out == [
-        f"window=64 ({path}:1) is left out, as it does not go with block_size=32",
-        f"muon_lr=0.5 ({path}:3) is left out, as it does not go with optimizer=adamw",
-        f"window_pattern=SL ({path}:2) is left out, as it does not go with window=0",
+        f"window=64 ({path}:1) is left out: no token is farther away than block_size=32",
+        f"window_pattern=SL ({path}:2) is left out: it does not go with window=0",
+        f"muon_lr=0.5 ({path}:3) is left out: it does not go with optimizer=adamw",
     ]
     assert parse(Config, [path]).left_out == []
     assert resolve(Config, {}, {"muon_lr": 0.5, "window": 9, "block_size": 9}).left_out == []
     equal = ["--pos=rope", "--pos_pattern=GL", "--rope_theta=500", "--rope_theta_local=500"]
-    assert "pos_pattern=GL (command line): used only with pos_pattern!=*L* or " in mistake(equal)
+    assert "pos_pattern=GL (command line): G and L are the same" in mistake(equal)
     assert parse(Config, [*equal, "--rope_scaling=linear:2"]).pos_pattern == "GL"
 
 
 def test_retired_flags(tmp_path, monkeypatch):
     """At the value that the program has now they are dropped; the others are refused wherever they are set."""
     monkeypatch.setitem(retired.RETIRED, "old_idea", "skip")
-    monkeypatch.setitem(retired.RETIRED, "norm=rmsnorm", "layernorm")
     path = tmp_path / "x.py"
     path.write_text("old_idea = 'skip'\nn_layer = 3\n")
     assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
     assert resolve(Config, {}, {"old_idea": "skip"}, "out").n_layer == Config.n_layer
-    assert resolve(Config, {}, {"async_checkpoint": True}, "out").n_layer == Config.n_layer  # it changed no number
     path.write_text("old_idea = 'roll'\n")
     for argument, shown in {
         str(path): f"old_idea=roll ({path}:1): this flag was retired",
         "--old_idea=roll": "old_idea=roll (command line): this flag was retired",
-        "--norm=rmsnorm": "norm=rmsnorm (command line): this choice was retired; use layernorm",
-        "--wiring=series": "wiring=series (command line): this flag was retired",
+        "--norm=none": "norm=none (command line): this was replaced; write norm_placement=none",
+        "--layer=c,p;c+p": "layer='c,p;c+p' (command line): this was replaced; write block=c,p;c+p",
     }.items():
         assert shown in mistake([argument])
-    monkeypatch.undo()
-    for name, old in {"attn_gate": "none", "value_residual": False, "async_checkpoint": False}.items():
-        assert not hasattr(parse(Config, [f"--{name}={old}"]), name)
-    for entry in retired.RETIRED:
-        name, chosen, value = entry.partition("=")
-        flag = Config.__dataclass_fields__.get(name)
-        assert bool(flag) == bool(chosen) and not (flag and value in choices(flag.type)), entry
+    path.write_text("block = 'superblock'\nlayer = 'c,p'\n")
+    assert f"layer='c,p' ({path}:2): this was replaced; write block=c,p" in mistake([str(path)])
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -382,7 +434,7 @@ def test_help_names_every_flag(capsys, flag):
     assert all(len(line) < 100 for line in text.splitlines())
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name
-        assert re.search(rf"^  --{field.name}=\S* +[^:]+: \S", text, re.M), f"{field.name} has no doc"
+        assert re.search(rf"^  --{field.name}=\S* +[^:]+:\s+\S", text, re.M), f"{field.name} has no doc"
     assert "[n_expert=0 or 'a layer with experts']" in " ".join(text.split())  # has_e, in words
 
 

@@ -36,8 +36,8 @@ def told(tiny_data, tmp_path, capsys):
 
 
 TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone are in tests/model/test_model.py
-    ("--block=superblock --layer=c.own_slots --n_slot=3 --mlp_ratio=2", ["mlp_ratio=2.0 (", "n_slot=3", "leave it"]),
-    ("--block=superblock --layer=c,m,p", ["layer='c,m,p'", "objective=seq2seq", "leave m out"]),
+    ("--block=c.own_slots --n_slot=3 --mlp_ratio=2", ["mlp_ratio=2.0 (", "n_slot=3", "leave it"]),
+    ("--block=c,m,p", ["block='c,m,p'", "objective=seq2seq", "leave m out"]),
     ("--dtype=float16", ["dtype=float16", "float32"]),
     ("--backend=nccl", ["backend=nccl", "gloo"]),
     ("--block_size=100000", ["block_size=100000"]),

@@ -18,6 +18,7 @@ from test_nanogpt import nanogpt_state, write
 import evaluate
 import sample
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from engine import retired
 from engine.checkpoint import weights
 from engine.evaluation import Loss
 from engine.interchange.nanogpt import from_nanogpt
@@ -304,7 +305,7 @@ def test_a_loss_that_is_not_finite(runs, capsys, monkeypatch, nats):
 
 
 @pytest.mark.parametrize("command", [evaluate, sample])
-def test_retired_flags_of_a_training_are_none_of_these_commands(command, runs, capsys):
-    for flag in ("attn_gate=none", "fp8=False"):
-        line = refused(command.main, [f"--out_dir={runs / 'causal'}", f"--{flag}"], capsys)
-        assert f"{flag} (command line): this flag was retired; leave it out" in line
+def test_a_retired_flag_is_refused_by_commands_that_do_not_train(command, runs, capsys, monkeypatch):
+    monkeypatch.setitem(retired.RETIRED, "old_idea", 0.5)
+    line = refused(command.main, [f"--out_dir={runs / 'causal'}", "--old_idea=0.5"], capsys)
+    assert "old_idea=0.5 (command line): this flag was retired; leave it out" in line

@@ -1,7 +1,7 @@
 """What README.md and docs/ name exists: tests, files, flags and links. Every command there, in the Makefile and in what
 programs say of themselves can be typed: its program is there and takes its flags.
 
-Nothing is trained or read but config files. A flag whose value is a variable of the shell, as in --layer=$s, counts as
+Nothing is trained or read but config files. A flag whose value is a variable of the shell, as in --block=$s, counts as
 given with its default.
 """
 
@@ -281,7 +281,7 @@ def test_the_flags_that_do_not_combine_are_those_of_the_table():
              for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
     model += ["--dropout=0.1", "--doc_mask=True", "--bias=True", "--qk_norm=True", "--window=64"]
     model += ["--n_expert=4"]
-    experts = ["--layer=c+p+e", "--n_expert=4"]
+    experts = ["--block=c+p+e", "--n_expert=4"]
     needs = dict.fromkeys(of_fsdp, ["--parallel=fsdp"])
     needs |= {"--block=superblock": experts, "--ep=2": experts[1:]}
     needs |= {"--attention=gqa": ["--n_kv_head=6"], "--objective=seq2seq": ["--span_length=4"]}

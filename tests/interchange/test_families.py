@@ -139,7 +139,7 @@ CHOICES = {
         {},
         dict(bias=True, last_norm="layernorm", scaled_init=False),
         dict(mlp="relu2", tie_weights=False),
-        dict(block="superblock", layer="c,p"),
+        dict(block="c,p"),
     ],
     "llama": [
         LLAMA_LIKE,
@@ -163,7 +163,7 @@ IN_NONE = [  # and which flags no family has
     (dict(objective="masked"), "objective=masked"),
     (dict(conv=4), "conv=4"),
     (LLAMA_LIKE | dict(norm_placement="post"), "norm_placement=post"),
-    (dict(block="superblock", layer="c.own_slots"), "layer=c.own_slots"),
+    (dict(block="c.own_slots"), "block=c.own_slots"),
     (GEMMA3_LIKE | dict(attn_softcap=2.0), "qk_norm=True"),
 ]
 

@@ -148,7 +148,8 @@ def test_norms_around_branches_and_gains(block, placement, used):
 
         return (partial(norm, name) for name in ("before", "after", "total"))
 
-    net = build(block=block, norm="rmsnorm" if used else "none", norm_placement=placement, pos="none")
+    kind = {"norm": "rmsnorm"} if used else {}
+    net = build(block=block, norm_placement=placement, pos="none", **kind)
     jitter(net)
     (one, *two), [x], inputs = net.blocks[1].sums, leaves((2, T, C)), Inputs()
     before, after, total = norms(one)
@@ -166,10 +167,9 @@ def test_norms_around_branches_and_gains(block, placement, used):
 
 
 @pytest.mark.parametrize("block", SAS)
-@pytest.mark.parametrize("off", [{"norm": "none"}, {"norm_placement": "none"}], ids=str)
-def test_without_norms_one_stays(block, off):
+def test_without_norms_one_stays(block):
     """The first one, in the encoder as well."""
-    net = build(block=block, objective="seq2seq", **off)
+    net = build(block=block, objective="seq2seq", norm_placement="none")
     norms = {name for name, m in net.named_modules() if isinstance(m, torch.nn.LayerNorm | torch.nn.RMSNorm)}
     assert norms == {"first_norm", "encoder.first_norm"}
     jitter(net)
@@ -222,8 +222,7 @@ def test_superblock_is_the_block_it_generalises(layer, block, objective, flags):
     """Of one seed, both begin with the same weights; of the same weights, they have the same logits and gradients."""
     flags = TINY | flags | dict(pos="rope", objective=objective)
     known, ours = (
-        M.Model(M.ModelConfig(**flags | each), seed=7).double()
-        for each in ({"block": block}, {"block": "superblock", "layer": layer})
+        M.Model(M.ModelConfig(**flags | each), seed=7).double() for each in ({"block": block}, {"block": layer})
     )
     for (name, first), other in zip(known.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(first, other), name
@@ -249,7 +248,7 @@ def test_joint_pool_from_scores_written_out(window, flags, Hkv, docs, kind):
     flags = flags | dict(window=window, attention="gqa", n_kv_head=Hkv)
     if docs is not None and (kind, flags["pos"]) != ("joint", "rope"):  # which has other results for a packed document
         flags["doc_mask"] = True
-    net = build(block="superblock", layer=f"c.{kind}_slots", n_slot=5, **flags)
+    net = build(block=f"c.{kind}_slots", n_slot=5, **flags)
     jitter(net)
     heads, D = net.blocks[0].sums[0].attn, C // H
     q, k, v = leaves((2, H, T, D), (2, Hkv, T, D), (2, Hkv, T, D))
@@ -272,7 +271,7 @@ def test_joint_pool_from_scores_written_out(window, flags, Hkv, docs, kind):
 def test_alibi_beside_slots_in_a_long_text(flags):
     """600 positions, where the columns of the bias have carried over twice, as a whole and decoded in three pieces."""
     T, D = 600, C // H
-    joint = dict(block="superblock", layer="c.joint_slots", n_slot=5)
+    joint = dict(block="c.joint_slots", n_slot=5)
     net = build(**joint, pos="alibi", block_size=T, n_layer=1, **flags)
     jitter(net)
     heads, Hkv = net.blocks[0].sums[0].attn, net.cfg.kv_heads

@@ -145,4 +145,4 @@ def test_layers_of_experts():
     assert kinds() == ["E"] * 5
     assert kinds(n_dense_layer=2) == ["D", "D", "E", "E", "E"]
     assert kinds(objective="seq2seq", n_encoder_layer=2, n_dense_layer=1) == ["D", *"EEEE", "D", "E"]
-    assert kinds(block="superblock", layer="c,p;c,e/2+e/2") == ["D", "EE", "D", "EE", "D"]
+    assert kinds(block="c,p;c,e/2+e/2") == ["D", "EE", "D", "EE", "D"]

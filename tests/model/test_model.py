@@ -177,8 +177,8 @@ def test_the_context_of_a_long_prompt_is_its_end(pos):
         check_decoding(model, tokens(2, length), 4)
 
 
-SLOTS = {"block": "superblock", "layer": "c.own_slots", "n_slot": 5}
-JOINT = SLOTS | {"layer": "c.joint_slots"}
+SLOTS = {"block": "c.own_slots", "n_slot": 5}
+JOINT = SLOTS | {"block": "c.joint_slots"}
 
 
 # ---- the model's use of attention
@@ -251,11 +251,11 @@ def test_every_reader_has_a_dropout_of_its_own(block):
     {"dropout": 0.1},
     {"block": "simplified", "window": 100},
     {"block": "simplified_parallel", "pos": "alibi"},
-    {"block": "superblock", "layer": "c.joint_slots", "n_slot": 32},
+    {"block": "c.joint_slots", "n_slot": 32},
     {"objective": "masked", "window": 100},
     {"objective": "masked", "block": "simplified"},
-    {"objective": "masked", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
-    {"objective": "seq2seq", "block": "superblock", "layer": "c.own_slots", "n_slot": 32, "pos": "rope"},
+    {"objective": "masked", "block": "c.own_slots", "n_slot": 32, "attn_softcap": 5.0},
+    {"objective": "seq2seq", "block": "c.own_slots", "n_slot": 32, "pos": "rope"},
 ], ids=changes)  # fmt: skip
 @pytest.mark.parametrize("docs", [False, True])
 def test_no_square_tensor(flags, docs):
@@ -474,8 +474,8 @@ def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand(S):
     {"block": "simplified"},
     {"objective": "seq2seq"},
     {"n_expert": 2},
-    {"block": "superblock", "layer": "c.own_slots"},
-    {"block": "superblock", "layer": "c,p.matrix"},
+    {"block": "c.own_slots"},
+    {"block": "c,p.matrix"},
 ], ids=str)  # fmt: skip
 def test_init_std_scales_all_that_is_drawn(flags):
     """Also output layers and slots. Values that are not drawn stay; the embedding has the flag's standard deviation."""
@@ -530,21 +530,21 @@ def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
     ({"attention": "gqa"}, ["n_kv_head=0", "attention=gqa", "n_head=4"]),
     ({"attention": "gqa", "n_kv_head": 3}, ["n_kv_head=3", "n_head=4"]),
     ({"attention": "mqa", "n_kv_head": 2}, ["n_kv_head=2", "attention=mqa", "set n_kv_head=0"]),
-    ({"n_kv_head": 2}, ["n_kv_head=2", "attention=mha", "gqa"]),
     ({"pos": "rope", "n_embd": 36}, ["pos=rope", "9"]),
     ({"pos": "sinusoidal", "n_embd": 35, "n_head": 5}, ["pos=sinusoidal", "35"]),
     ({"window": 4, "window_pattern": "SX"}, ["window_pattern=SX"]),
-    ({"block": "standard", "layer": "c"}, ["layer=c", "only with block=superblock"]),
-    ({"block": "superblock", "layer": "c+s.gelu", "mlp": "relu"}, ["mlp=relu", "'slots with a softmax' and n_slot=0"]),
+    ({"block": "superblok"}, ["block=superblok: no block has this name; write superblock, or readers such as c,p"]),
+    ({"block": "xyzzy"}, ["write standard, parallel, superblock, simplified, simplified_parallel, or readers"]),
+    ({"block": "c+s.gelu", "mlp": "relu"}, ["mlp=relu", "'slots with a softmax' and n_slot=0"]),
     ({"n_expert": 4, "n_expert_active": 7}, ["n_expert_active=7", "n_expert=4", "lower it"]),
     ({"n_expert": 4, "n_dense_layer": 2}, ["n_expert=4", "used only with", "or block or n_dense_layer"]),
-    ({"block": "superblock", "layer": "c,e"}, ["n_expert=0", "set n_expert"]),
-    (JOINT | {"doc_mask": True, "pos": "rope"}, ["doc_mask=True", "pos=rope", "layer=", "use own_slots"]),
+    ({"block": "c,e"}, ["n_expert=0", "set n_expert"]),
+    (JOINT | {"doc_mask": True, "pos": "rope"}, ["doc_mask=True", "pos=rope", "block=", "use own_slots"]),
     ({"conv": 1}, ["conv=1: needs conv!=1"]),
     ({"conv": 65}, ["conv=65: must be <=64"]),
-    ({"value_embedding": True, "block": "superblock", "layer": "p;c,p"}, ["'a c in layer 0, 2, 4, ...', and here"]),
+    ({"value_embedding": True, "block": "p;c,p"}, ["'a c in layer 0, 2, 4, ...', and here"]),
     ({"conv": 4, "objective": "masked"}, ["conv=4: used only with objective=causal"]),
-    ({"block": "superblock", "layer": "c,e.heads", "n_expert": 4}, ["layer=", "experts may have only another map"]),
+    ({"block": "c,e.heads", "n_expert": 4}, ["block=", "experts may have only another map"]),
     *(({"pos": "rope", "rope_scaling": each}, ["rope_scaling=", each, "linear:F"])
       for each in (":::", "linear", "linear:2:3", "linear:-2", "linear:nan", "yarn:1e300")),
 ], ids=str)  # fmt: skip

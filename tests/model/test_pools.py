@@ -18,14 +18,14 @@ C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] 
 
 
 def shape_of(layer: str, **flags) -> list[list[list[str]]]:
-    cfg = M.ModelConfig(**TINY | {"block": "superblock", "layer": layer} | flags)
+    cfg = M.ModelConfig(**TINY | {"block": layer} | flags)
     try_flags(cfg)
     return [[[r.name for r in each] for each in cfg.sums(layer)] for layer in range(len(cfg.strings))]
 
 
 def pool(layer: str, **flags) -> tuple[M.Model, M.Heads | M.MLP]:
     """A model with weights away from the initial ones, and the first reader of its first layer."""
-    net = build(block="superblock", layer=layer, **{"pos": "none"} | flags)
+    net = build(block=layer, **{"pos": "none"} | flags)
     jitter(net)
     each = net.blocks[0].sums[0]
     return net, getattr(each, each.names[0])
@@ -51,12 +51,12 @@ def test_a_string_names_the_readers_of_each_sum(layer, flags, expected):
 
 
 @pytest.mark.parametrize("layer,flags,said", [
-    ("", {}, "layer='': '' is no reader"),
+    ("", {}, "block='': '' is no reader"),
     ("c/0", {}, "'c/0' is no reader"),
     ("c" + ",p" * 5000, {}, "more than 1000 characters"),
     ("c.tanh", {}, ".tanh is no switch; known are heads, stream,"),
     ("c.relu.gelu", {}, "'c.relu.gelu' makes one choice twice"),
-    ("p", {}, "layer=p with n_layer=2: a layer has no c"),
+    ("p", {}, "block=p with n_layer=2: a layer has no c"),
     ("m,c", {}, "set objective=seq2seq"),
     ("p;c", {"n_layer": 1}, "more strings than layers"),
     ("p;c", {"objective": "seq2seq", "n_encoder_layer": 1}, "a layer has no c"),
@@ -76,7 +76,7 @@ def test_what_a_layer_cannot_be_is_refused(layer, flags, said):
 
 
 def test_parts_have_their_share_of_heads_and_units():
-    net = build(block="superblock", layer="3c/4+p/2,c/4+p/2", n_embd=64, mlp="swiglu")
+    net = build(block="3c/4+p/2,c/4+p/2", n_embd=64, mlp="swiglu")
     first, second = net.blocks[0].sums
     assert first.attn.qkv.weight.shape == (3 * 48, 64) and second.attn2.out.weight.shape == (64, 16)
     units = [each.weight.size(1) for each in (first.mlp.down, second.mlp2.down)]
@@ -104,7 +104,7 @@ def test_halves_do_what_the_whole_does():
 def test_outputs_begin_smaller_where_more_readers_write():
     """0.02 / sqrt(number of readers of all layers); slots beside the context are one more."""
     for layer, n in (("c,p", 6), ("c/2+p/2,c/2+p/2", 12), ("c;c,p", 4), ("c.own_slots", 6)):
-        net = build(block="superblock", layer=layer, n_layer=3, n_embd=64, n_head=4)
+        net = build(block=layer, n_layer=3, n_embd=64, n_head=4)
         assert net.blocks[0].sums[0].attn.out.initial["weight"].std == 0.02 / math.sqrt(n)
 
 
@@ -211,7 +211,7 @@ def test_slots_have_as_many_parameters_as_an_mlp(slots, mlp, keys):
 
 def test_the_matrix_behind_units():
     """It writes to the stream: its initial values are scaled and Muon trains it; the units' outputs are not scaled."""
-    net = build(block="superblock", layer="p.matrix+c", n_embd=64)
+    net = build(block="p.matrix+c", n_embd=64)
     mlp = net.blocks[0].sums[0].mlp
     assert mlp.down.initial["weight"].std == 0.02
     assert mlp.out.initial["weight"].std == 0.02 / math.sqrt(4)
@@ -221,7 +221,7 @@ def test_the_matrix_behind_units():
 @pytest.mark.parametrize("phi", ["relu", "sigmoid"])
 def test_a_query_that_sees_nothing_reads_nothing(phi):
     """A document of the text that is not in the memory: as with a softmax, 0 and not nan."""
-    net = build(block="superblock", layer=f"c,m.{phi}", objective="seq2seq", n_encoder_layer=1)
+    net = build(block=f"c,m.{phi}", objective="seq2seq", n_encoder_layer=1)
     cross, (x, memory) = net.blocks[0].sums[1].cross, leaves((1, 3, C), (1, 2, C))
     numbers = torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0]])
     y = cross(x, Inputs(memory=memory, memory_docs=numbers))
@@ -230,7 +230,7 @@ def test_a_query_that_sees_nothing_reads_nothing(phi):
 
 def test_flops_count_what_a_layer_multiplies():
     """6 per weight and token, and 12 per head, channel, key and token: of each query to T tokens, 5 slots."""
-    net = build(block="superblock", layer="c/2,s/4+p.matrix", n_slot=5, n_layer=1, conv=3)
+    net = build(block="c/2,s/4+p.matrix", n_slot=5, n_layer=1, conv=3)
     weights = sum(p.numel() for name, p in net.named_parameters() if p.dim() == 2 and "wpe" not in name)
     assert flops(net, T) == 6 * T * weights + 12 * T * D * (2 * T + 1 * 5)
 
@@ -239,7 +239,7 @@ def test_flops_count_what_a_layer_multiplies():
 def test_queries_of_the_stream_work_in_mixed_precision(layer):
     """The stream is in float32 there, and keys and values in 16 bits. A pool has at least one slot."""
     sizes = {} if layer == "c.stream" else {"mlp_ratio": 0.01}
-    net = build(torch.float32, block="superblock", layer=layer, fp32_residual=True, **sizes)
+    net = build(torch.float32, block=layer, fp32_residual=True, **sizes)
     idx = torch.randint(TINY["vocab_size"], (2, T))
     with torch.autocast("cpu", torch.bfloat16):
         loss = net(idx, idx)

@@ -489,8 +489,8 @@ PLAIN = SIZE | dict(pos="none")
 
 
 @pytest.mark.parametrize("options, flags", [
-    ({"num_mem_kv": 3}, {"block": "superblock", "layer": "c.joint_slots", "n_slot": 3}),
-    ({"sigmoid": True}, {"block": "superblock", "layer": "c.sigmoid"}),
+    ({"num_mem_kv": 3}, {"block": "c.joint_slots", "n_slot": 3}),
+    ({"sigmoid": True}, {"block": "c.sigmoid"}),
 ])  # fmt: skip
 def test_attention_is_that_of_x_transformers(options, flags):
     """Their sigmoid has no bias; -log n of a query that sees n tokens is given to it."""

@@ -59,11 +59,11 @@ GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attenti
 GATED += ["--value_embedding=True"]
 LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
-PARTS = ["--block=superblock", "--layer=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
-SLICES = ["--block=superblock", "--layer=c.none+p,p.gelu.matrix", "--n_head=4"]
+PARTS = ["--block=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix", "--n_head=4"]
+SLICES = ["--block=c.none+p,p.gelu.matrix", "--n_head=4"]
 EXPERTS = "--n_expert=4 --n_expert_shared=1 --n_dense_layer=1 --balance_rate=0.1".split()
 EXPERTS += "--mlp_ratio=3 --mlp=swiglu --bias=True".split()
-SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=superblock --layer=c+e,p/2".split()
+SIGMOID = "--n_expert=3 --n_expert_active=1 --router=sigmoid --block=c+e,p/2".split()
 HEADS = ["--n_head=4", "--pos=rope"]
 LOSS = ["--logit_softcap=5.0"]
 DOCUMENTS = ["--doc_mask=True", "--eval_iters=8"]  # few windows have a boundary that a wrong rank would see
@@ -74,7 +74,7 @@ OF_TP = {
     "biases, sandwich": ["--bias=True", "--norm_placement=sandwich", "--pos=sinusoidal", "--tie_weights=False"],
     "layers, post": [*LAYERS, "--norm_placement=post", *LOSS, "--loss_chunk=7", "--conv=4"],
     "values": ["--block=simplified_parallel", "--simplified_value_proj=all", *MUON],
-    "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--window=7"],
+    "joint pool": ["--block=c.own_slots", "--pos=alibi", "--window=7"],
     "parts": [*PARTS, *"--bias=True --n_slot=4 --mlp=geglu --n_embd=48 --qk_norm=True".split(), *MUON],
     "slices": [*SLICES, "--bias=True", "--mlp_ratio=3", "--conv=3", *MUON],
     "wide": [*HEADS, *"--norm_placement=after --head_dim=12 --attention=gqa --n_kv_head=2".split(), *MUON],
@@ -87,7 +87,7 @@ OF_CP = {
     "llama": [*GATED, *HEADS, "--window=5"],
     "documents": [*DOCUMENTS, "--doc_positions=True", "--pos=learned", "--window=9", "--conv=4", *MUON],
     "biases, alibi": ["--bias=True", "--pos=alibi", "--attn_softcap=3.0", *RECOMPUTED],
-    "joint pool": ["--block=superblock", "--layer=c.own_slots", "--pos=rope", *MUON],
+    "joint pool": ["--block=c.own_slots", "--pos=rope", *MUON],
     "values": ["--block=simplified_parallel", "--simplified_value_proj=all", "--pos=rope", "--window=9"],
     "few keys": ["--block=simplified", "--attention=mqa", "--n_embd=48", "--n_head=4", "--conv=5"],
     "parts": [*PARTS, "--n_slot=4", "--pos=rope"],
@@ -384,7 +384,7 @@ def test_the_same_layout_goes_on_digit_for_digit(many):
 
 @pytest.mark.parametrize("flags,sums", [
     ([], 2), (["--block=simplified"], 2), (["--block=parallel"], 1), (["--block=superblock"], 1),
-    (["--block=superblock", "--layer=c.own_slots"], 1),
+    (["--block=c.own_slots"], 1),
 ])  # fmt: skip
 def test_layers_of_a_superblock_need_half_of_the_collectives(flags, sums, pretended):
     """Per layer, forward and backward: a gather and a scatter for each sum of the stream, twice."""
@@ -434,7 +434,7 @@ def test_a_context_parallel_rank_has_an_early_and_a_late_piece(pretended):
     (2, ["--tp=2", "--block_size=15"], "tp=2 .* with block_size=15 .* tp does not divide it; set --block_size=16"),
     (2, ["--tp=2", "--n_embd=64", "--mlp_ratio=3"], "tp=2 .*: does not divide the MLP's 192 hidden units"),
     (2, ["--tp=2", "--dropout=0.1"], "dropout=0.1 .* with tp=2"),
-    (2, ["--tp=2", "--block=superblock", "--layer=c+p.softmax"], "the softmax of p needs all its units; set tp=1"),
+    (2, ["--tp=2", "--block=c+p.softmax"], "the softmax of p needs all its units; set tp=1"),
     (2, ["--tp=2", "--objective=seq2seq"], "tp=2 .* the 3 tokens of the text or the 15 of its source"),
     (2, ["--cp=2", "--objective=masked"], "cp=2 .* with objective=masked .* only causal texts can be cut; set cp=1"),
     (3, ["--cp=3"], "cp=3 .* with tp=1 with block_size=16 .* a multiple of 6, .*; set --block_size=18"),

@@ -32,7 +32,7 @@ CGROUP = "proc/self/cgroup"
 
 @pytest.mark.parametrize("layer,heads", [("c,p", 3 * 4), ("c/2,p;c+c/2,s", 2 * 2 + 6), ("c,p;p", 2 * 4)])
 def test_sampling_keeps_the_keys_of_each_reader_of_the_context(layer, heads):
-    flags = ModelConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, block_size=32, block="superblock", layer=layer)
+    flags = ModelConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, block_size=32, block=layer)
     need = memory.bytes_of_sample(SampleConfig(max_new_tokens=19, dtype="float32"), flags)
     assert need == 4 * (20 * 2 * heads * 16 + 99)  # bytes, tokens, k and v, channels; logits
 
@@ -41,7 +41,7 @@ TOO_MUCH = [  # flags, and what the line must name
     (["--mlp_ratio=6e4", "--n_embd=512"], ["mlp_ratio=60000.0 (command line)", "--parallel=fsdp", "--plan=True"]),
     (["--vocab_size=2e9"], ["vocab_size=2000000000 (command line)", "needs at least ", " a process of this machine"]),
     (["--vocab_size=2e9", "--eval_only=True"], ["vocab_size=2000000000 (command line)"]),
-    (["--block=superblock", "--layer=c.own_slots", "--n_slot=2e9"], ["n_slot=2000000000 (command line)"]),
+    (["--block=c.own_slots", "--n_slot=2e9"], ["n_slot=2000000000 (command line)"]),
     (["--n_layer=40", "--n_embd=16384"], ["n_embd=16384 (command line)"]),
     (["--batch_size=2e9"], ["batch_size=2000000000 (command line): needs at least ", "make it smaller"]),
     (["--batch_size=2e9", "--eval_only=True"], ["batch_size=2000000000 (command line)"]),

@@ -227,7 +227,7 @@ NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size
 @pytest.mark.parametrize("flags", [
     *({"block": block} for block in BLOCK),
     {"block": "parallel", "attention": "gqa", "n_kv_head": 2},
-    {"block": "superblock", "layer": "c.own_slots"},
+    {"block": "c.own_slots"},
     {"activation_checkpoint": "selective"},
     {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"},
     {"window": 32, "window_pattern": "SLL"},
@@ -287,7 +287,7 @@ def test_the_worst_moment_of_a_rank(flags):
 def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
     """A map of each score keeps more than the fused softmax; the order does not matter."""
     layers = "c,p", "c,p;c.gelu,p", "c.gelu,p;c,p", "c.gelu,p"
-    memory = [plan.Plan(config(block="superblock", layer=layer, n_layer=2)).total for layer in layers]
+    memory = [plan.Plan(config(block=layer, n_layer=2)).total for layer in layers]
     assert memory[0] < memory[1] == memory[2] < memory[3]
 
 
@@ -316,7 +316,7 @@ def test_a_pipeline_s_largest_rank_is_planned(flags):
 def test_the_stage_that_keeps_most_is_planned():
     """Whether its layers are first or last: maps of scores keep more than a softmax."""
     kept = [
-        plan.Plan(config(block="superblock", layer=layer, pp=2, world_size=2)).memory["activations"]
+        plan.Plan(config(block=layer, pp=2, world_size=2)).memory["activations"]
         for layer in ("c,p;c,p;c.gelu,p;c.gelu,p", "c.gelu,p;c.gelu,p;c,p;c,p")
     ]
     assert kept[0] == kept[1]

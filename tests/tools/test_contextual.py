@@ -12,9 +12,9 @@ import model as M
 from tools.heads import contextual_mlp
 
 BLOCKS = [
-    {"block": "superblock", "layer": "c,p"},
-    {"block": "superblock", "layer": "c.own_slots", "n_slot": 5},
-    {"block": "superblock", "layer": "c.joint_slots", "n_slot": 5},
+    {"block": "c,p"},
+    {"block": "c.own_slots", "n_slot": 5},
+    {"block": "c.joint_slots", "n_slot": 5},
     {"block": "simplified_parallel", "simplified_value_proj": "all"},
 ]
 BLOCKS = [{"block": block} for block in M.BLOCK if block != "simplified_parallel"] + BLOCKS
@@ -47,7 +47,7 @@ LAYERS = {  # layer of a superblock -> its other flags
 }
 for layer, more in LAYERS.items():
     for pos in ("rope", "learned"):
-        GRID.append({"block": "superblock", "layer": layer, "pos": pos, "bias": True} | more)
+        GRID.append({"block": layer, "pos": pos, "bias": True} | more)
 T, C, D = 13, 32, 8
 
 
@@ -108,7 +108,7 @@ def test_heads_add_up_to_their_reader(flags):
 @pytest.mark.parametrize("phi", ["softmax", "gelu", "sigmoid"])
 def test_incoming_weights_of_a_stream_query(phi):
     """b_i = W_K x_i / sqrt(D) of the head, in the channels that the head reads, and 0 elsewhere."""
-    net = sharp(block="superblock", layer=f"c.stream.{phi},p", pos="none")
+    net = sharp(block=f"c.stream.{phi},p", pos="none")
     attn, seen = net.blocks[0].sums[0].attn, []
     with attn.register_forward_hook(lambda _, inputs, y: seen.append(inputs[0][0])):
         incoming, _, hidden = contextual_mlp(net, text(net), 0, 2, 6)
@@ -162,7 +162,7 @@ def test_weights_by_hand(flags):
         assert torch.allclose(hidden, units, rtol=1e-10)
 
 
-EXPERTS = {"block": "superblock", "layer": "c,p;s,e", "n_slot": 5, "n_expert": 4}
+EXPERTS = {"block": "c,p;s,e", "n_slot": 5, "n_expert": 4}
 
 
 @pytest.mark.parametrize("flags, place, words", [

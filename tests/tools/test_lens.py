@@ -23,7 +23,7 @@ def tokenizer_of(n: int) -> CharTokenizer:
 @pytest.mark.parametrize("kind, softmaxes", [("own", 2), ("joint", 1)])
 def test_shares_are_weights_of_attention(kind, softmaxes):
     """Slots with a softmax of their own have shares of it; the units of the largest shares are shown."""
-    net = build(block="superblock", layer=f"c.{kind}_slots", n_slot=3)
+    net = build(block=f"c.{kind}_slots", n_slot=3)
     with torch.no_grad():
         net.blocks[1].sums[0].attn.slot_k.mul_(30)
     idx = torch.arange(6)
@@ -86,8 +86,8 @@ def output(capsys, *flags: str) -> list[str]:
 
 def test_units_have_the_names_of_what_is_read(run, capsys):
     """Slots, the tokens that the query sees, hidden units, a line above them; two readers of the context in a layer."""
-    flags = {"slots": ["--block=superblock", "--layer=c.own_slots", "--n_slot=3", "--window=4"]}
-    flags["readers"] = ["--block=superblock", "--layer=c/2+p,c.relu/2,s", "--n_slot=3"]
+    flags = {"slots": ["--block=c.own_slots", "--n_slot=3", "--window=4"]}
+    flags["readers"] = ["--block=c/2+p,c.relu/2,s", "--n_slot=3"]
     flags["encoder"] = ["--block=simplified", "--objective=seq2seq", "--n_encoder_layer=1"]
     runs = {name: run(*SHORT, *each, out=name) for name, each in flags.items()}
     tokens = [f"{i} '{letter}'" for i, letter in enumerate("the cat sat")]

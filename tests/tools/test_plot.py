@@ -141,16 +141,16 @@ def test_files(make, tmp_path, capsys):
 
 def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     """Only seeds that the first run has are compared; a run that has none of them is left out."""
-    losses = {"--layer=c,p": [1.0, 1.2], "--layer=c+p": [1.5, 1.3, 9.0], "--layer=p,c": []}
+    losses = {"--block=c,p": [1.0, 1.2], "--block=c+p": [1.5, 1.3, 9.0], "--block=p,c": []}
     runs = []
     for words, found in losses.items():
         seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(found, 1)}
         runs.append({"arguments": ["--compile=True", words], "seeds": seeds})
-    runs.append({"arguments": ["--compile=True", "--layer=c,c"], "seeds": {"3": {"loss": 2.0}}})
+    runs.append({"arguments": ["--compile=True", "--block=c,c"], "seeds": {"3": {"loss": 2.0}}})
     (tmp_path / "compare.json").write_text(json.dumps({"runs": runs}))
     (axes,) = picture(str(tmp_path)).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert labels == ["--layer=c,p\n1.100", "--layer=c+p\n3.933"]
+    assert labels == ["--block=c,p\n1.100", "--block=c+p\n3.933"]
     points = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "None" and line.get_alpha()]
     assert points == [[0, 0], pytest.approx([0.5, 0.1])]
     low, high = axes.collections[-1].get_segments()[0][:, 0]  # the bar of the second run
@@ -174,7 +174,7 @@ def test_names_are_no_mathematics_and_are_not_hidden(make, picture, name, tmp_pa
         curves.save(figure, tmp_path / "a.svg")
 
 
-def comparison(*seeds: dict, arguments=("--layer=$x$",)) -> dict:
+def comparison(*seeds: dict, arguments=("--block=$x$",)) -> dict:
     return {"runs": [{"arguments": [*arguments], "seeds": each} for each in seeds]}
 
 

@@ -197,7 +197,7 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch):
     calls, log, made = Counter(), train.Run.log, []
     monkeypatch.setattr(compilation, "try_compiler", lambda device: None)
     monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
-    flags = ["--block=superblock", "--layer=c.own_slots+p", "--pos=alibi", "--window=5"]
+    flags = ["--block=c.own_slots+p", "--pos=alibi", "--window=5"]
     flags += ["--n_layer=9", "--dropout=0.1", "--loss_chunk=24", "--max_iters=2"]
     with noting_graphs(calls) as graphs:
         torch._dynamo.utils.counters.clear()

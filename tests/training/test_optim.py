@@ -48,7 +48,7 @@ VECTORS = "norm|before|bias|gain|skip|resid|alpha|beta|gamma"
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 def test_matrices_decay_and_every_parameter_is_in_one_group(optimizer):
     """So do slots, of three dimensions, but no bias of experts, of two; what balances experts is in no group."""
-    slots = tiny(block="superblock", layer="c.own_slots", qk_norm=True, conv=4)
+    slots = tiny(block="c.own_slots", qk_norm=True, conv=4)
     experts = tiny(n_expert=4, bias=True)
     for model in (tiny(block="simplified"), slots, experts):
         groups = build(model, config(optimizer=optimizer, balance_rate=0.25)).param_groups

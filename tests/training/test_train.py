@@ -88,9 +88,7 @@ def test_resume_is_exact(run, flags, tiny_data, more_data):
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-@pytest.mark.parametrize(
-    "flags", [{"block": "superblock", "layer": "c.own_slots"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str
-)
+@pytest.mark.parametrize("flags", [{"block": "c.own_slots"}, {"objective": "seq2seq", "attn_softcap": 3.0}], ids=str)
 def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     """With dropout everywhere, the gradient is digit for digit that of the same seed without recomputation."""
     torch.manual_seed(0)
@@ -140,7 +138,7 @@ PRODUCTS = tuple(f"aten.{name}." for name in "mm addmm bmm baddbmm linear matmul
 
 @pytest.mark.parametrize("flags", [
     ["--bias=True", "--loss_chunk=24"],
-    ["--block=superblock", "--layer=c.own_slots", "--pos=alibi", "--activation_checkpoint=full"],
+    ["--block=c.own_slots", "--pos=alibi", "--activation_checkpoint=full"],
     [*SEQ2SEQ, "--attn_softcap=3.0", "--activation_checkpoint=selective"],
 ], ids=["standard", "joint", "seq2seq"])  # fmt: skip
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
