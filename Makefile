@@ -47,7 +47,7 @@ slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow
 
 mutants: .venv/ready-test
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 interop: .venv-interop/ready
 	OMP_NUM_THREADS=1 .venv-interop/bin/python -m pytest -m interop

@@ -17,14 +17,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import brief
 import numpy as np
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from brief import pytest_generate_tests  # noqa: F401
-from helpers import TINY
 from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,6 +29,9 @@ from data.writer import ShardWriter
 from engine import compilation
 from engine.parallel import ranks as parallel
 from engine.stop_signal import STOPS
+from tests import brief, ranks
+from tests.brief import pytest_generate_tests  # noqa: F401
+from tests.helpers import TINY
 
 # The same examples in every run, so that a failure belongs to the change before it; --hypothesis-profile=random draws
 # others.

@@ -1,30 +1,27 @@
 """Losses of 20 steps of every family, as they were computed once: a guard for whoever moves code without changing it.
 
-    python tests/golden.py                # computes them again and writes tests/golden.json
+    python -m tests.golden                # computes them again and writes tests/golden.json
 
 A commit that changes them changes what the program computes, and says why. test_golden.py holds runs to them.
 """
 
 import json
 import platform
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+import torch
+
+import train
+from data.tokenizer import ByteTokenizer
+from data.writer import ShardWriter
+from tests.families import FAMILIES
+from tests.ranks import train_main
+
 ROOT = Path(__file__).parent.parent
 FILE = Path(__file__).with_suffix(".json")
-sys.path.insert(0, str(ROOT))
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from families import FAMILIES  # noqa: E402
-from ranks import train_main  # noqa: E402
-
-import train  # noqa: E402
-from data.tokenizer import ByteTokenizer  # noqa: E402
-from data.writer import ShardWriter  # noqa: E402
-
 SHAPE = [
     "--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=4", "--gradient_accumulation_steps=2",
     "--eval_interval=10", "--eval_iters=2", "--warmup_iters=3", "--device=cpu", "--dtype=float64",

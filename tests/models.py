@@ -7,12 +7,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
-from families import LAYERS
 
 import ops
 from engine.decode import generate
 from flags import unused
 from model import BLOCK, Model, ModelConfig
+from tests.families import LAYERS
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
 T, S = TINY["block_size"], 11  # of a text and of a source

@@ -1,7 +1,7 @@
 """Plant each fault of tests/faults.py in a copy of the project, and see whether the test that it names turns red.
 
     make mutants                          # all: minutes on 2 cores
-    python tests/mutants.py 3 17          # these, counted from 0; what their tests print follows each
+    python -m tests.mutants 3 17          # these, counted from 0; what their tests print follows each
 
 The exit code is 1 if more than two survive.
 """
@@ -13,8 +13,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from faults import FAULTS
 from tqdm import tqdm
+
+from tests.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
 WORKERS = 2

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from brief import short
-from helpers import ROOT
+from tests.brief import short
+from tests.helpers import ROOT
 
 FAILING = """
 import pytest
@@ -25,8 +25,8 @@ def test_words():
 def test_failures_are_told_by_kind(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_failing.py").write_text(FAILING)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "brief", "-p", "no:cacheprovider"]
-    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.brief", "-p", "no:cacheprovider"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
     assert [line for line in said.splitlines() if ".py" in line] == [
         "test_failing.py:12: ValueError: n_head=5 does not divide n_embd=16",

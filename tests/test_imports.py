@@ -7,7 +7,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from helpers import ROOT
+
+from tests.helpers import ROOT
 
 FILES = [*ROOT.glob("*.py"), *(path for top in ("data", "engine", "tools") for path in ROOT.glob(f"{top}/**/*.py"))]
 MODULE = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}

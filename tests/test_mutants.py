@@ -1,8 +1,9 @@
 """The list of faults that `make mutants` plants fits the code. Planting takes minutes and is not done here."""
 
 import pytest
-from faults import FAULTS
-from helpers import ROOT
+
+from tests.faults import FAULTS
+from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)))

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import changes_until_killed, edit_state, refused, tensors_in
-from preparing import error
 from safetensors.torch import load_file
 
 import train
@@ -27,6 +25,8 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import NEW
 from engine.checkpoint.saver import Checkpoints
 from engine.parallel.owners import Part
+from tests.data.preparing import error
+from tests.helpers import changes_until_killed, edit_state, refused, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 SCALER = {

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from helpers import edit_state, losses, metrics, state_of
-from preparing import write_set
-from test_checkpoint import ADDED
 
 from data.dataset import TokenStream
 from data.loader import Loader, order
@@ -18,6 +15,9 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights as any_weights
 from engine.checkpoint.run import NEW, place_in_data
 from engine.config import Config
+from tests.checkpoint.test_checkpoint import ADDED
+from tests.data.preparing import write_set
+from tests.helpers import edit_state, losses, metrics, state_of
 
 SHORT = ["--eval_interval=4", "--warmup_iters=1", "--lr_decay_iters=40"]
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, losses, refused
-from test_checkpoint import load, save
 
 import sample
 import train
@@ -25,6 +23,8 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import locked
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
+from tests.checkpoint.test_checkpoint import load, save
+from tests.helpers import TINY, losses, refused
 
 
 def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, capsys):

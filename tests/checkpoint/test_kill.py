@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import TINY, figures, gone, metrics, tensors_in, until
-from ranks import begin
-from test_train import MASKED, MODERN, SEQ2SEQ
 
 from engine.checkpoint import files as checkpoint
+from tests.helpers import TINY, figures, gone, metrics, tensors_in, until
+from tests.ranks import begin
+from tests.training.test_train import MASKED, MODERN, SEQ2SEQ
 
 COMMON = [*TINY, "--lr_decay_iters=300", "--min_lr=2e-3", "--eval_interval=5", "--eval_iters=6"]
 SETTINGS = {  # processes, kills, flags

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from helpers import edit_state, refused, state_of, weights_in
 
 import train
 from engine.interchange import __main__ as interchange
 from engine.interchange.huggingface import read_hf
 from model import Model
+from tests.helpers import edit_state, refused, state_of, weights_in
 from tools.curves import groups_of, read_run
 
 SHORT = ["--warmup_iters=1", "--lr_decay_iters=4", "--n_kv_head=1", "--pos=rope"]

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT
-from test_checkpoint import STATE
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configurator import parse
@@ -23,6 +21,8 @@ from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.owners import Part, Weight, place
 from engine.parallel.sharded import ShardedModel
+from tests.checkpoint.test_checkpoint import STATE
+from tests.helpers import ROOT
 
 
 class Threads:

@@ -4,9 +4,6 @@ import re
 
 import pytest
 import torch
-from helpers import IN_FLOAT64, TINY, distance, edit_state, losses, metrics, refused, state_of, weights_in
-from preparing import write_text
-from ranks import launch, train_runs
 
 import sample
 import train
@@ -20,6 +17,9 @@ from engine.interchange.__main__ import ExportConfig, export
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from model import Model
+from tests.data.preparing import write_text
+from tests.helpers import IN_FLOAT64, TINY, distance, edit_state, losses, metrics, refused, state_of, weights_in
+from tests.ranks import launch, train_runs
 
 ROPE = ["--pos=rope", "--qk_norm=True", "--mlp=swiglu", "--mlp_ratio=3"]
 SHORT = ["--max_iters=2", "--eval_interval=1", "--lr_decay_iters=40"]

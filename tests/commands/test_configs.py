@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import ROOT
 
 from configurator import parse
 from data.command import CONFIGS
@@ -15,6 +14,7 @@ from engine.config import Config
 from engine.help import dump
 from flags import unused
 from model import Model
+from tests.helpers import ROOT
 
 FILES = {path.stem: path for path in (ROOT / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}

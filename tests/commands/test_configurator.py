@@ -11,7 +11,6 @@ from typing import Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_ignored import has_effect
 
 from configurator import parse, read_flags, resolve
 from data.errors import user_errors
@@ -22,6 +21,7 @@ from engine.interchange.__main__ import ExportConfig
 from evaluate import EvaluateConfig
 from flags import check_rules, documented
 from sample import SampleConfig
+from tests.model.test_ignored import has_effect
 from tools.bench import BenchConfig
 from tools.compare.trainings import CompareConfig
 from tools.curves import PlotConfig

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY, Bomb, refused
-from ranks import command, exit_codes, torchrun
-from test_imports import COMMANDS, MODULE
-from test_remedies import prepare_text
 
 import evaluate
 import sample
 import train
 from data import errors
 from engine.interchange import __main__ as interchange
+from tests.commands.test_remedies import prepare_text
+from tests.helpers import ROOT, TINY, Bomb, refused
+from tests.ranks import command, exit_codes, torchrun
+from tests.test_imports import COMMANDS, MODULE
 from tools import lens, plot
 
 

@@ -8,12 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, metrics, refused
-from preparing import tokens_of, write_set, write_text
-from ranks import launch, train_runs
-from test_families import build
-from test_hf_tokenizer import llama3
-from test_nanogpt import nanogpt_state, write
 
 import evaluate
 import sample
@@ -23,6 +17,12 @@ from engine.checkpoint import weights
 from engine.evaluation import Loss
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model
+from tests.data.preparing import tokens_of, write_set, write_text
+from tests.data.test_hf_tokenizer import llama3
+from tests.helpers import TINY, metrics, refused
+from tests.interchange.test_families import build
+from tests.interchange.test_nanogpt import nanogpt_state, write
+from tests.ranks import launch, train_runs
 from tools import lens
 
 RUNS = {

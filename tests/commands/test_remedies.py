@@ -13,8 +13,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import TINY, refused
-from preparing import args, error, write_records
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -33,6 +31,8 @@ from engine.help import SYNONYMS
 from engine.interchange import __main__ as interchange
 from engine.interchange.huggingface import read_hf
 from sample import SampleConfig
+from tests.data.preparing import args, error, write_records
+from tests.helpers import TINY, refused
 
 STEP = ["--max_iters=1", "--warmup_iters=0", "--eval_interval=0", "--eval_iters=1", "--lr_decay_iters=40"]
 

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, refused
-from ranks import begin, launch, train_runs
 
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
@@ -20,6 +18,8 @@ from engine.decode import generate
 from engine.text import read_prompt
 from model import Model, ModelConfig
 from sample import SampleConfig, choose
+from tests.helpers import TINY, refused
+from tests.ranks import begin, launch, train_runs
 
 P = [0.5, 0.25, 0.15, 0.07, 0.03]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import read_all
-from oracle import splitmix
 
 from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, train_bpe
 from data.writer import ShardWriter
+from tests.helpers import read_all
+from tests.oracle import splitmix
 
 WORDS = ["the", "cat", "naïve", "猫", "don't", "12345", "(a)", "\U0001f600", "def f(x):", "  ", "\t", "<|endoftext|>"]
 

@@ -14,13 +14,13 @@ import threading
 from pathlib import Path
 
 import pytest
-import ranks
-from helpers import ROOT, metrics, read_all
-from preparing import error, splits_of, write_text
 
 from data import command, corpus, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
+from tests import ranks
+from tests.data.preparing import error, splits_of, write_text
+from tests.helpers import ROOT, metrics, read_all
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext")
 

@@ -14,13 +14,10 @@ import time
 from pathlib import Path
 from unittest.mock import Mock, call
 
-import preparing
 import pyarrow as pa
 import pytest
-from helpers import ROOT, changes_until_killed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error, files_of, splits_of, texts, tokens_of, validates, write_set
 
 from data import corpus, sources
 from data.corpus import prepare
@@ -28,6 +25,9 @@ from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
 from engine.text import prompt_ids, read_prompt, read_text
+from tests.data import preparing
+from tests.data.preparing import args, error, files_of, splits_of, texts, tokens_of, validates, write_set
+from tests.helpers import ROOT, changes_until_killed
 
 
 def naive(documents, tokenizer, separator="\n") -> dict[str, list[int]]:

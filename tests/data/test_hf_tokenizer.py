@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for: a second in each worker
-from helpers import ROOT, metrics, refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preparing import args, error, gpt2_of_other_merges, splits_of
-from test_families import CHOICES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import sample
@@ -27,6 +24,9 @@ from engine.interchange.huggingface import write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
 from model import ModelConfig
 from sample import SampleConfig
+from tests.data.preparing import args, error, gpt2_of_other_merges, splits_of
+from tests.helpers import ROOT, metrics, refused
+from tests.interchange.test_families import CHOICES
 
 TEXTS = [(ROOT / "README.md").read_text()[:20000], "naïve «été» 中文字 \U0001f600\r\n\t\t x  y\n\n\n" * 4]
 BYTES = [f"<0x{i:02X}>" for i in range(256)]

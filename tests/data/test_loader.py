@@ -12,16 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import oracle
 import pytest
-from helpers import shards_of, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import error
 
 from data.dataset import TokenStream, open_data
 from data.loader import Loader, blending_indices, eval_batches, order
 from data.objective import OBJECTIVE, Causal, Objective
+from tests import oracle
+from tests.data.preparing import error
+from tests.helpers import shards_of, until
 
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:

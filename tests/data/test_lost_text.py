@@ -5,15 +5,15 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers import metrics
-from preparing import args, validates
-from test_hf_tokenizer import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import evaluate
 from data.corpus import prepare
 from data.dataset import open_data
 from data.tokenizer import HFTokenizer
+from tests.data.preparing import args, validates
+from tests.data.test_hf_tokenizer import sentencepiece
+from tests.helpers import metrics
 
 KNOWN = "abc "
 LINES = ["abc é 中中 " * 3, "é", "cab " * 5, "a b c 中"] * 30

@@ -5,7 +5,6 @@ from itertools import groupby, product
 from types import SimpleNamespace
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from data.hashing import hash64
 from data.objective import OBJECTIVE, Masked, Seq2Seq
 from model import Model, ModelConfig
+from tests import oracle
 
 V = 1000
 KEYS = hash64(np.arange(20_000, dtype=np.uint64))

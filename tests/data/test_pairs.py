@@ -7,14 +7,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from helpers import IN_FLOAT64, TINY, distance, holds_files, read_all, refused, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import args, error, validates, write_records
-from test_loader import rows_of, take_rows
 
 import evaluate
 import sample
@@ -32,6 +28,10 @@ from engine.answers import greedy
 from engine.checkpoint import weights
 from engine.config import Config
 from model import Model, ModelConfig
+from tests import oracle
+from tests.data.preparing import args, error, validates, write_records
+from tests.data.test_loader import rows_of, take_rows
+from tests.helpers import IN_FLOAT64, TINY, distance, holds_files, read_all, refused, steps_of
 
 EOT = 256
 ROWS = [(f"{i} " * (i % 5), "é" * (i % 3) + str(i)) for i in range(60)]  # some sources and no target are empty

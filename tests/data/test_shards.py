@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Bomb, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import error, files_of, write_set
 
 from data import files
 from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from data.writer import ShardWriter
+from tests.data.preparing import error, files_of, write_set
+from tests.helpers import Bomb, read_all
 
 
 def shard_bytes(tokens, magic=20240520, version=1, code="H") -> bytes:

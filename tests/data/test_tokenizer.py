@@ -12,15 +12,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import tiktoken
-from helpers import ROOT, metrics
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from preparing import error, gpt2_of_other_merges, write_text
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data.base_tokenizer import LETTERS
 from data.tokenizer import ByteTokenizer, CharTokenizer, GPT2Tokenizer, build, from_spec, train_bpe
+from tests.data.preparing import error, gpt2_of_other_merges, write_text
+from tests.helpers import ROOT, metrics
 
 SOURCES = [(ROOT / name).read_text() for name in ("README.md", "ops.py", "train.py")]
 SOURCES += ["it's don't I'm they'd we'll I've you're\r\n" * 99]

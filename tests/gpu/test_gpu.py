@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from families import BLOCKS, FAMILIES, OBJECTIVES
-from helpers import distance, losses
-from models import documents, jitter, naive_attention, spy_on_kernels
 from torch import Tensor
 
 import sample
@@ -30,6 +27,9 @@ from engine.parallel.ranks import Ranks, make_mesh
 from engine.parallel.sharded import local
 from model import Model
 from ops import Mask, attention, boundaries
+from tests.families import BLOCKS, FAMILIES, OBJECTIVES
+from tests.helpers import distance, losses
+from tests.models import documents, jitter, naive_attention, spy_on_kernels
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")

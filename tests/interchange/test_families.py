@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
-from helpers import IN_FLOAT64, distance, losses, metrics, refused, weights_in
 from huggingface_hub.utils import filter_repo_objects
-from models import jitter
-from preparing import tokens_of
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer, HFTokenizer, from_spec, train_bpe
@@ -25,6 +22,9 @@ from engine.interchange.families import FAMILIES, choose
 from engine.interchange.huggingface import Pretrained, read_hf, shapes_of, write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
 from model import Model, ModelConfig
+from tests.data.preparing import tokens_of
+from tests.helpers import IN_FLOAT64, distance, losses, metrics, refused, weights_in
+from tests.models import jitter
 
 transformers.utils.logging.disable_progress_bar()
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py

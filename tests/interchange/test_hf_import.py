@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
-from test_families import ARCHITECTURES, build, ours, tokens
 
 from engine.interchange.config import NEUTRAL, UNREAD
 from engine.interchange.huggingface import read_hf
+from tests.interchange.test_families import ARCHITECTURES, build, ours, tokens
 
 ABSENT = object()
 WINDOW = dict(sliding_window=5, use_sliding_window=True, max_window_layers=1)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
 
 from engine.checkpoint import weights
+from tests.helpers import ROOT
 
 pytestmark = pytest.mark.interop
 QUESTIONS = [("the cat", [" sat on", " a mat."]), ("dogs", [" bark;", " the cat", " a"]), ("sat", [" on", " no", " x"])]

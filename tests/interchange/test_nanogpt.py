@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers  # whose classes are loaded when they are asked for
-from helpers import TINY, Bomb, metrics
-from preparing import tokens_of
 
 import train
 from engine.interchange import __main__ as commands
 from engine.interchange.huggingface import read_hf
 from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
 from model import Model
+from tests.data.preparing import tokens_of
+from tests.helpers import TINY, Bomb, metrics
 
 ARGS = dict(n_layer=2, n_head=3, n_embd=12, block_size=8, vocab_size=11, bias=True, dropout=0.0)
 

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
-from models import jitter
-from test_families import loaded, write
 
 from engine.decode import generate
 from model import Model, ModelConfig
+from tests.interchange.test_families import loaded, write
+from tests.models import jitter
 
 SIZE = dict(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=50)
 KINDS = {

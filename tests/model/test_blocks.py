@@ -7,13 +7,26 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DOCS, SOURCE_DOCS, TINY, S, T, assert_same, beside, build, jitter, leaves, naive_attention, tokens
 
 import model as M
 from configurator import parse
 from engine.config import Config
 from engine.decode import KVCache
 from model import Inputs
+from tests.models import (
+    DOCS,
+    SOURCE_DOCS,
+    TINY,
+    S,
+    T,
+    assert_same,
+    beside,
+    build,
+    jitter,
+    leaves,
+    naive_attention,
+    tokens,
+)
 
 SAS = ["simplified", "simplified_parallel"]
 C, H = TINY["n_embd"], TINY["n_head"]

@@ -9,13 +9,27 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from test_references import EXACT, ROUNDED, C, H, L, T, V, assert_same, call, in_turn, jitter, stream, trained
 
 import ops
 from engine.parallel.tensor import row_parallel
 from engine.plan.accounting import flops, n_read
 from flags import READER
 from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
+from tests.model.test_references import (
+    EXACT,
+    ROUNDED,
+    C,
+    H,
+    L,
+    T,
+    V,
+    assert_same,
+    call,
+    in_turn,
+    jitter,
+    stream,
+    trained,
+)
 
 E, WIDTH = 6, 40  # experts, and hidden units of each
 SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=E)

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import T as LENGTH
-from models import assert_same, beside, build, documents, jitter, leaves, naive_attention, spy_on_kernels, tokens
 
 import ops
 from data.loader import document_starts
@@ -16,6 +14,8 @@ from engine.parallel.context import mask_of_piece
 from engine.parallel.recomputation import recompute
 from model import Inputs
 from ops import Mask, attention
+from tests.models import T as LENGTH
+from tests.models import assert_same, beside, build, documents, jitter, leaves, naive_attention, spy_on_kernels, tokens
 
 aten = torch.ops.aten
 

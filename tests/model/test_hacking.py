@@ -9,14 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
 
-import mutants
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, TINY, figures
-from models import check_decoding, choices
-from ranks import launch, train_runs
 
 import model
 from engine import decode, optim
@@ -24,6 +20,10 @@ from engine.config import Config
 from engine.parallel import pipeline
 from engine.parallel import tensor as tensor_parallel
 from engine.parallel.context import apply_context_parallel
+from tests import mutants
+from tests.helpers import ROOT, TINY, figures
+from tests.models import check_decoding, choices
+from tests.ranks import launch, train_runs
 
 PATCHES = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/hacking.md").read_text(), re.M | re.S)
 FLAGS = {  # in the order of the page

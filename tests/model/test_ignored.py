@@ -6,11 +6,11 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from models import TINY, USUAL, choices, numbers
-from test_model import GRID, changes
 
 import model as M
 from model import Model, ModelConfig
+from tests.model.test_model import GRID, changes
+from tests.models import TINY, USUAL, choices, numbers
 
 S = 11  # tokens of a source
 KINDS = get_type_hints(ModelConfig)

@@ -10,8 +10,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Operations
-from models import (
+
+import model as M
+import ops
+from configurator import try_flags
+from engine import decode
+from engine.decode import generate
+from engine.parallel.tensor import sharded_dim
+from engine.plan.accounting import attention_kernels, flops
+from model import Model, ModelConfig
+from tests.helpers import Operations
+from tests.models import (
     DOCS,
     TINY,
     USUAL,
@@ -26,15 +35,6 @@ from models import (
     spy_on_kernels,
     tokens,
 )
-
-import model as M
-import ops
-from configurator import try_flags
-from engine import decode
-from engine.decode import generate
-from engine.parallel.tensor import sharded_dim
-from engine.plan.accounting import attention_kernels, flops
-from model import Model, ModelConfig
 
 
 def combinations(drawn: int = 500) -> list[dict]:

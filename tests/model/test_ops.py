@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import assert_same, documents, leaves, naive_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +15,7 @@ import model as M
 import ops
 from model import ModelConfig
 from ops import Mask, attention, attention_kernel
+from tests.models import assert_same, documents, leaves, naive_attention
 
 
 @pytest.mark.parametrize("T,S", [(11, 11), (1, 11), (4, 11)])

@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DOCS, TINY, assert_same, build, jitter, leaves, naive_attention
 
 import model as M
 from configurator import try_flags
 from engine.optim import hidden_matrices
 from engine.plan.accounting import flops
 from model import Inputs
+from tests.models import DOCS, TINY, assert_same, build, jitter, leaves, naive_attention
 
 C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] // TINY["n_head"]
 

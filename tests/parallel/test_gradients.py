@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY
-from models import USUAL, draw, jitter
-from ranks import launch, part_of
 
 import model as M
 from configurator import parse, try_flags
@@ -18,6 +15,9 @@ from engine.config import Config
 from engine.parallel.ranks import check_flags, join
 from engine.parallel.sharded import ShardedModel
 from flags import unused
+from tests.helpers import TINY
+from tests.models import USUAL, draw, jitter
+from tests.ranks import launch, part_of
 
 FLAGS = [*TINY, "--n_layer=4", "--n_head=4", "--vocab_size=30", "--block_size=16", "--batch_size=2"]
 LAYOUTS = {"tp": "--tp=2", "cp": "--cp=2", "pp": "--pp=2", "fsdp": "--parallel=fsdp"}  # of two ranks

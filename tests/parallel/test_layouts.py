@@ -12,19 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    IN_FLOAT64,
-    TINY,
-    Operations,
-    assert_rounds_alike,
-    assert_same_but_for_rounding,
-    distance,
-    figures,
-    in_both,
-    losses,
-    steps_of,
-)
-from ranks import launch, part_of, train_runs
 
 import ops
 from configurator import parse
@@ -36,6 +23,19 @@ from engine.parallel.recomputation import KEPT, MATMULS, recompute
 from engine.parallel.sharded import ShardedModel
 from engine.parallel.stages import layers
 from model import Model
+from tests.helpers import (
+    IN_FLOAT64,
+    TINY,
+    Operations,
+    assert_rounds_alike,
+    assert_same_but_for_rounding,
+    distance,
+    figures,
+    in_both,
+    losses,
+    steps_of,
+)
+from tests.ranks import launch, part_of, train_runs
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
 SIZES = "--max_iters=2 --eval_interval=0 --eval_iters=1 --warmup_iters=1 --learning_rate=3e-3".split()

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TINY
-from ranks import BACKWARD, act_in, exit_codes, launch, part_of, train_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import parse
@@ -19,6 +17,8 @@ from engine.config import Config
 from engine.parallel import ranks as parallel
 from engine.parallel.owners import Owners, Part, Weight
 from engine.parallel.sharded import ShardedModel, local
+from tests.helpers import TINY
+from tests.ranks import BACKWARD, act_in, exit_codes, launch, part_of, train_runs
 
 FSDP, STEPS = "--parallel=fsdp", 2
 TP = ["--tp=4", "--n_kv_head=4"]

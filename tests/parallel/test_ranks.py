@@ -7,16 +7,16 @@ import signal
 import socket
 from pathlib import Path
 
-import helpers
 import pytest
 import torch.distributed as dist
-from helpers import TINY
-from ranks import exit_codes, launch, train_main, train_until
 
 from configurator import parse
 from data import errors
 from engine.config import Config
 from engine.parallel import ranks as parallel
+from tests import helpers
+from tests.helpers import TINY
+from tests.ranks import exit_codes, launch, train_main, train_until
 
 DIFFERING = ["tp=2", "dataset=other", "dropout=0.1", "gradient_accumulation_steps=4", "mlp=swiglu", "ema_decay=0.9"]
 NOWHERE = "no.such.host.invalid"

@@ -4,8 +4,6 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import TINY
-from ranks import launch
 
 from configurator import parse
 from engine.config import Config
@@ -13,6 +11,8 @@ from engine.evaluation import mean_loss
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from model import Model
+from tests.helpers import TINY
+from tests.ranks import launch
 
 N, T, V = 8, 16, 40  # sequences of a step
 COUNTS = {  # name -> targets at the beginning of each sequence, so that the pieces of cp have unequally many

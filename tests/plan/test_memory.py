@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import TINY, refused
-from ranks import exit_codes
 
 import evaluate
 import ops
@@ -24,6 +22,8 @@ from engine.plan import memory
 from engine.plan.estimate import Rank
 from model import ModelConfig
 from sample import SampleConfig
+from tests.helpers import TINY, refused
+from tests.ranks import exit_codes
 from tools import lens
 
 CPU = torch.device("cpu")

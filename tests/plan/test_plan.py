@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, Operations
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,6 +31,7 @@ from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel, local
 from engine.plan import plan
 from model import BLOCK, Model
+from tests.helpers import ROOT, Operations
 
 STATES = "parameters", "gradients", "optimizer state"
 TINY = {

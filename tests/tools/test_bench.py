@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import ranks
 import torch
-from helpers import ROOT, gone, refused, until
 
 from data.lock import locked
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
 from model import Model
+from tests import ranks
+from tests.helpers import ROOT, gone, refused, until
 from tools import bench, child, speed
 
 TRAIN = """

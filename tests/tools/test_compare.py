@@ -14,12 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, TINY, gone, losses, metrics, refused, until
-from ranks import begin, start
-from test_imports import MODULE, imports
 
 from configurator import parse
 from engine.config import Config
+from tests.helpers import ROOT, TINY, gone, losses, metrics, refused, until
+from tests.ranks import begin, start
+from tests.test_imports import MODULE, imports
 from tools.compare import table as compare_table
 from tools.compare import trainings as compare
 from tools.compare.__main__ import main

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from models import build, jitter
 from torch.nn.functional import gelu
 
 import model as M
+from tests.models import build, jitter
 from tools.heads import contextual_mlp
 
 BLOCKS = [

@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import refused
-from models import build
-from test_contextual import sharp, text
-from test_pairs import prepared
 
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from tests.data.test_pairs import prepared
+from tests.helpers import refused
+from tests.models import build
+from tests.tools.test_contextual import sharp, text
 from tools import lens
 from tools.lens import read_units
 

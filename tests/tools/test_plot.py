@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import metrics, refused
 
+from tests.helpers import metrics, refused
 from tools import curves, plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")

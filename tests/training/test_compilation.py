@@ -13,9 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from families import FAMILIES
-from helpers import ROOT, TINY, losses, state_of, steps_of
-from ranks import launch, train_main
 
 import ops
 import train
@@ -27,6 +24,9 @@ from engine.parallel import ranks as parallel
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from model import Block, Model, ModelConfig, Stack
+from tests.families import FAMILIES
+from tests.helpers import ROOT, TINY, losses, state_of, steps_of
+from tests.ranks import launch, train_main
 
 ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto

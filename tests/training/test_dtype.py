@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TINY, edit_state, figures, losses, refused, state_of
-from ranks import launch, train_main
 
 import sample
 import train
@@ -18,6 +16,8 @@ from engine.parallel import ranks as parallel
 from engine.parallel.ranks import agreed_dtype, check_scaler
 from engine.step import Step
 from ops import wide_stream
+from tests.helpers import TINY, edit_state, figures, losses, refused, state_of
+from tests.ranks import launch, train_main
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 INFINITE = torch.tensor(torch.inf)

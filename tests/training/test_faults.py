@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from helpers import IN_FLOAT64, ROOT, TINY, distance, losses, refused
-from ranks import BACKWARD, act_in, launch, torchrun, train_until
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from engine.parallel import connection
+from tests.helpers import IN_FLOAT64, ROOT, TINY, distance, losses, refused
+from tests.ranks import BACKWARD, act_in, launch, torchrun, train_until
 
 
 def test_a_killed_worker_is_started_again_and_goes_on(run, tiny_data, tmp_path):

@@ -5,9 +5,10 @@ import itertools
 import json
 from operator import itemgetter
 
-import golden
 import pytest
-from families import BLOCKS, OBJECTIVES, OPTIMIZERS
+
+from tests import golden
+from tests.families import BLOCKS, OBJECTIVES, OPTIMIZERS
 
 EXPECTED = json.loads(golden.FILE.read_text())
 ALL = list(itertools.product(range(len(BLOCKS)), range(len(OBJECTIVES)), range(len(OPTIMIZERS))))  # as in FAMILIES

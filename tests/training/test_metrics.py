@@ -15,8 +15,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import losses
-from helpers import metrics as lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import engine.evaluation
@@ -24,6 +22,8 @@ import engine.metrics
 from engine.config import Config
 from engine.device import gpu_peak, peak_flops, peak_memory_bytes
 from engine.metrics import Metrics, truncate_metrics
+from tests.helpers import losses
+from tests.helpers import metrics as lines
 
 CPU = torch.device("cpu")
 

@@ -4,16 +4,16 @@ import re
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
-import oracle
 import pytest
 import torch
 import torch.nn as nn
-from helpers import assert_rounds_alike
 
 from engine.config import Config
 from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
 from engine.parallel.sharded import ShardedModel, load_biases
 from model import Model, ModelConfig
+from tests import oracle
+from tests.helpers import assert_rounds_alike
 
 
 def config(**flags) -> SimpleNamespace:

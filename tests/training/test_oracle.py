@@ -4,15 +4,15 @@ the states of its optimizers, in two and a half epochs of 38 windows, with batch
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from helpers import metrics, tensors_in
 
 import model
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.checkpoint import files as checkpoint
+from tests import oracle
+from tests.helpers import metrics, tensors_in
 
 SHORT = dict(  # what the runs have in common; the oracle knows no default of the project's
     n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=3, max_iters=8,

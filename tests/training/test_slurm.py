@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, until
+
+from tests.helpers import ROOT, until
 
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done

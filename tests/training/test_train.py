@@ -19,24 +19,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    IN_FLOAT64,
-    ROOT,
-    TINY,
-    Operations,
-    distance,
-    edit_state,
-    figures,
-    losses,
-    metrics,
-    refused,
-    state_of,
-    steps_of,
-    tensors_in,
-    weights_in,
-)
-from ranks import BACKWARD, act_in, begin, command, exit_codes, launch, train_until
-from test_checkpoint import full_disk
 
 import evaluate
 import model
@@ -59,6 +41,24 @@ from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from engine.step import Watch
 from engine.stop_signal import STOPPING, StopSignal
+from tests.checkpoint.test_checkpoint import full_disk
+from tests.helpers import (
+    IN_FLOAT64,
+    ROOT,
+    TINY,
+    Operations,
+    distance,
+    edit_state,
+    figures,
+    losses,
+    metrics,
+    refused,
+    state_of,
+    steps_of,
+    tensors_in,
+    weights_in,
+)
+from tests.ranks import BACKWARD, act_in, begin, command, exit_codes, launch, train_until
 
 ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)  # TINY's model
