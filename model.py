@@ -115,51 +115,25 @@ class ModelConfig(LayerFlags):
         return {"mha": self.n_kv_head or self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
 
-# ---- Norms
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
-
-    initial = {"weight": 1.0, "bias": 0.0}
-
-    def reset_parameters(self):
-        pass  # Model.init_weights fills all parameters
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) times a weight."""
-
-    initial = {"weight": 1.0}
-
-    def reset_parameters(self):
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
-
-
-class RMSNormEpsOutside(RMSNorm):
-    """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = ops.at_least_float32(x)
-        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / math.sqrt(x.size(-1))
-        return (wide / (rms + self.eps) * self.weight).to(x.dtype)
-
-
-# A module with parameters has a `role` (docs/hacking.md has their table; an identity has one if processes exchange
-# something there), and says in `initial` what Model.init_weights fills them with: a number, a tensor, or draws from
-# N(0, std), of which the first `zero` of every `period` rows are 0 instead, as a part of a fused matrix may be.
-Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])
+# ---- What modules declare, and what a layer reads
 
 Maybe = Tensor | None
 Tensors = tuple[Tensor, ...]
 Shape = tuple[int, ...]
 Fused = tuple[int, Shape]  # (groups, sizes), see Linear
+
+# A module with parameters declares what its initial weights, its optimizer and tensor parallelism need to know:
+#   role      what is cut between processes, by the table in docs/hacking.md; an identity has one if they exchange there
+#   initial   what init_weights fills each parameter with: a number, a tensor, or draws from Normal(std)
+#   per_head  its parameters that have a row for each head
+#   fused     the matrices that the weight of a Linear stores, see there. An example:
+#     class Shift(nn.Module):
+#         role = "whole"  # each process has all of it
+#         initial = {"weight": 0.0}  # which __init__ does not write
+#         def __init__(self, cfg):
+#             super().__init__()
+#             self.weight = nn.Parameter(torch.empty(cfg.n_embd))
+Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])  # the first `zero` of every `period` rows are 0
 
 
 def with_role(module: nn.Module, role: str) -> nn.Module:
@@ -167,238 +141,275 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
     return module
 
 
-NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "layernorm": lambda c: LayerNorm(c.n_embd, c.norm_eps, bias=c.bias or c.norm_bias),
-    "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
-    "rmsnorm_eps_outside": lambda c: RMSNormEpsOutside(c.n_embd, c.norm_eps),
-    "none": lambda c: nn.Identity(),
-}
+class Inputs(NamedTuple):
+    """Inputs of a block besides the stream, which Stack.inputs makes."""
 
-PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them, on the total; last = before the head
-    "pre": {"before", "last"},
-    "post": {"total"},
-    "after": {"after", "last"},
-    "sandwich": {"before", "after", "last"},
-    "none": set(),
-}
+    table: Tensors = ()  # of AttentionPosition.table
+    docs: Tensors | None = None  # of the queries and of the keys, as in a Mask
+    memory: Tensor | None = None  # (B, S, C), the encoder's output
+    memory_docs: Tensors | None = None  # of the queries and of the memory
+    idx: Tensor | None = None  # (B, T), the tokens, for modules of yours
+    place: Tensor | None = None  # (B, T), with documents: the position of each token in its own
+    shared: "Shared | None" = None  # made anew for each forward
 
 
-def norm(cfg: ModelConfig, role: str) -> nn.Module:
-    """The norm for this place, or an identity if norm_placement has no norm there."""
-    kind = cfg.norm if role in PLACEMENT[cfg.norm_placement] else "none"
-    if role == "last" and cfg.last_norm != "same":
-        kind = cfg.last_norm
-    return with_role(NORM[kind](cfg), role)
+class Shared(UserDict):
+    """Tensors that a layer hands to later layers, by name. FSDP gives each block a copy of what is a dict."""
 
 
-# ---- Positions: each --pos has a class that acts on the embedding and one that acts on q, k and v
-# t (T,) holds absolute positions; with doc_positions the embedding gets positions (B, T) within the documents.
+# ---- Model
 
 
-def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
-    """nn.Embedding without draws of its own, which init_weights replaces, and which take a second on the meta device:
-    they import torch._dynamo."""
-    table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
-    table.initial = {"weight": Normal(cfg.init_std)}
-    return with_role(table, role)
-
-
-class NoEmbedding(nn.Identity):  # which takes any arguments, here cfg
-    """Returns x (B, T, C) unchanged."""
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return x
-
-
-class LearnedEmbedding(nn.Module):
-    """x + W[t] (GPT-2)."""
+class Stack(nn.Module):
+    """The blocks and the last norm: the encoder, and the base class of Model."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.wpe = embedding(cfg, cfg.block_size, "whole")
+        self.cfg = cfg
+        if not any(reader.source == "context" and n for reader, n in cfg.readers):
+            refuse(cfg, "block n_layer", "a layer has no c, so no token would see another; add one")
+        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = norm(cfg, "last")
+        self.position_table = partial(POSITION[cfg.pos][1].table, cfg)
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return x + self.wpe(t)
+    def inputs(
+        self, idx: Tensor, t: Tensor, x: Tensor, docs: Tensors | None = None, memory: Maybe = None,
+        memory_docs: Tensors | None = None,
+    ) -> Inputs:  # fmt: skip
+        """What the blocks read besides the stream x (B, T, C) of the tokens idx (B, T) at t (T,)."""
+        table = self.position_table(t, torch.promote_types(x.dtype, torch.float32))
+        place = None if docs is None else positions_in(docs, t)
+        return Inputs(table, docs, memory, memory_docs, idx, place)
 
-
-class SinusoidalEmbedding(nn.Module):
-    """sqrt(C) x + [sin(t w), cos(t w)], w_i = 10000^(-2i/C) (arXiv:1706.03762, sections 3.4 and 3.5)."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        if cfg.n_embd % 2:
-            refuse(cfg, "pos n_embd", "half of the channels are sines, half are cosines; set n_embd to an even number")
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        C = x.size(-1)
-        angle = t[..., None] * frequencies(C // 2, 10000.0, t.device)  # (..., T, C/2)
-        waves = torch.cat((angle.sin(), angle.cos()), dim=-1)
-        return x * math.sqrt(C) + waves.to(x.dtype)
-
-
-def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
-    """theta^(-j/n), j < n: radians per token (n,). float64 keeps the phase of far positions exact."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    return theta ** (-torch.arange(n, device=device, dtype=dtype) / n)
+    def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
+        x = self.first_norm(x).to(x.dtype)
+        inputs = inputs._replace(shared=Shared())
+        for block in self.blocks:
+            x = block(x, inputs)
+        return self.norm(x)
 
 
-class AttentionPosition(nn.Identity):
-    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
-    layer has its own, which may have parameters. What all layers need of the positions is the class's table, which is
-    computed once per forward."""
+class Model(Stack):
+    """Computes logits or the loss from token ids. seed determines the initial weights; None draws a seed from torch's
+    global generator.
 
-    @classmethod
-    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
-        """For positions t (T,), tensors (T, n), or (H, T, n) with a row for each head."""
-        return ()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
-        return q, k, v
-
-    def slots(self, k: Tensor, v: Tensor) -> Tensors:
-        """Keys and values (Hkv, M, D) of slots, which have no position, as wide as forward's: (Hkv, M, E)."""
-        return k, v
-
-
-def linear_scaling(f: Tensor, cfg: ModelConfig, factor: float) -> Tensor:
-    """No frequency stays: position interpolation (arXiv:2306.15595)."""
-    return torch.zeros_like(f)
-
-
-def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0) -> Tensor:
-    """Wavelengths below original / high stay, those above original / low do not (Llama 3.1)."""
-    if low >= high:
-        raise ValueError("LOW is not below HIGH")
-    return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
-
-
-def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=32.0, slow=1.0) -> Tensor:
-    """Pairs that turn more than `fast` times in the original context stay, those that turn less than `slow` times do
-    not (arXiv:2309.00071)."""
-    n = len(f)
-    original = original or cfg.block_size / factor  # the present context is the longer one
-    pairs = n / math.log(cfg.rope_theta)  # for each e-fold of the wavelength
-    first = max(math.floor(pairs * math.log(original / (fast * math.tau))), 0)
-    last = min(math.ceil(pairs * math.log(original / (slow * math.tau))), 2 * n - 1)
-    length = 1e-3 if first == last else last - first
-    return 1 - ((torch.arange(n, device=f.device) - first) / length).clamp(0, 1)
-
-
-# name -> (frequencies f (n,), cfg, numbers of the flag) -> how far each f stays as it is: 1, or 0 for f / factor (n,)
-ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
-
-
-def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
-    """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
-    name, *words = (cfg.rope_scaling or "linear:1").split(":")
-    try:
-        numbers = [float(word) for word in words]
-        if not all(1e-6 <= number <= 1e20 for number in numbers):
-            raise ValueError("too small or too large")
-        kept = ROPE_SCALING[name](f, cfg, *numbers)
-    except (KeyError, ValueError, TypeError, ZeroDivisionError):
-        remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"
-        refuse(cfg, "rope_scaling", f"no known scaling; {remedy}")
-    factor = numbers[0]
-    growth = 1.0
-    if name == "yarn" and factor > 1:
-        growth = 0.1 * math.log(factor) + 1
-    return f * kept + f / factor * (1 - kept), growth
-
-
-class Rope(AttentionPosition):
-    """Rotates pairs (x_j, x_{j+n}), j < n = D/2, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX
-    and Llama). The table holds cos and sin for rope_theta, then for rope_theta_local if pos_pattern has an L."""
-
-    def __init__(self, cfg: ModelConfig, first: int = 0):
-        super().__init__(cfg)
-        self.first = first  # entry of the table where this layer's cos and sin are
-        if cfg.head_size % 2:
-            refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
-        scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # refuses a wrong rope_scaling
-
-    @classmethod
-    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
-        n = cfg.head_size // 2
-        turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
-        if "L" in cfg.pos_pattern:
-            turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
-        out = []
-        for f, factor in turns:
-            angle = t[:, None] * f  # (T, n)
-            cos = (factor * angle.cos()).to(dtype)
-            sin = (factor * angle.sin()).to(dtype)
-            out += torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
-        return tuple(out)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
-        cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
-        return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
-
-
-class Alibi(AttentionPosition):
-    """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix. Softmax ignores a constant per row, so
-    adding m_h j is enough. Extra columns of q and k, each exact in bfloat16, give this dot product:
-
-        q   256 m_h, m_h, 256 m_h (i // 256), m_h (i % 256)   times sqrt(D)
-        k   j // 256, j % 256, 0, 0
-
-    A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
-    Four columns of zeros follow, as the fused kernels need multiples of 8. v gets eight, which attention drops again.
+    With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers
+    that never decrease along a row: a token sees only its own document, and a document of docs reads that of
+    source_docs. Padding is a document of its own. doc_starts (B, n) and source_doc_starts (B, n), the first tokens of
+    documents 0 ... n - 1, let CUDA compute them in one kernel.
     """
 
-    @classmethod
-    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
-        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(cfg.head_size)  # (H, 1)
-        far = (t // 256).to(dtype)  # (T,)
-        near = (t % 256).to(dtype)
-        one = torch.ones_like(far)
-        zero = torch.zeros_like(far)
-        of_queries = torch.stack((256 * slope * one, slope * one, 256 * slope * far, slope * near), dim=-1)  # (H, T, 4)
-        of_keys = torch.stack((far, near, zero, zero), dim=-1)  # (T, 4)
-        return F.pad(of_queries, (0, 4)), F.pad(of_keys, (0, 4))  # each (..., 8)
+    def __init__(self, cfg: ModelConfig, seed: int | None = None):
+        if cfg.vocab_size == 0:
+            refuse(cfg, "vocab_size", "this means the data's, and here there is no data; set it")
+        check_layer(cfg)
+        super().__init__(cfg)
+        self.wte = embedding(cfg, cfg.vocab_rows, "vocab")
+        self.pos = POSITION[cfg.pos][0](cfg)
+        self.head = Linear(cfg, cfg.n_embd, cfg.vocab_rows, "vocab", bias=False)
+        self.encoder = None
+        if cfg.objective == "seq2seq":
+            flags = copy(cfg)
+            flags.objective = "masked"
+            flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
+            self.encoder = Stack(flags)
+        self.chunk_loss = ops.chunk_loss  # or it compiled, or that of tensor parallelism
+        self.n_targets = None  # or the number of targets of all micro-batches of a step
+        self.tie()
+        if self.wte.weight.is_meta:
+            return
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        self.init_weights(seed)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
-        of_queries, of_keys = (columns.to(q.dtype) for columns in table)
-        q = torch.cat((q, of_queries.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, E)
-        k = torch.cat((k, of_keys.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, E)
-        return q, k, F.pad(v, (0, of_keys.size(-1)))
+    def tie(self):
+        """Make head and embedding one parameter again. Call it after parameters were replaced."""
+        if self.cfg.tie_weights:
+            self.head.weight = self.wte.weight
 
-    def slots(self, k: Tensor, v: Tensor) -> Tensors:
-        columns = k.new_zeros(*k.shape[:2], 8)  # (Hkv, M, 8)
-        columns[..., 2:4] = 1
-        return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
+    @torch.no_grad()
+    def init_weights(self, seed: int):
+        for name, p in self.named_parameters():
+            p.copy_(self.initial_weight(name, seed, p.shape, (0,) * p.dim(), p.shape, p.device))
+
+    def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
+        """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
+        depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
+        so that attn of layer 3 starts with the same weights under every --block."""
+        layer, _, kind = name.rpartition(".")
+        value = self.get_submodule(layer).initial[kind]
+        if not isinstance(value, Normal):  # a number, or a tensor of this shape
+            part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
+            return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
+        key = re.sub(r"sums[.][0-9]+[.]", "", name)
+        drawn = value.std * ops.normal(f"{seed} {key}", shape, start, size, device)
+        row = torch.arange(start[0], start[0] + size[0], device=device) % value.period
+        drawn[row < value.zero] = 0
+        return drawn
+
+    def forward(
+        self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None,
+        doc_starts: Maybe = None, source_doc_starts: Maybe = None,
+    ) -> Tensor:  # fmt: skip
+        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
+        own = documents(docs, docs, doc_starts, doc_starts)  # each is None if there are no documents
+        of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
+        memory = self.encode(source, of_source)
+        if memory is not None and (docs is None) != (source_docs is None):
+            raise ValueError("docs and source_docs belong together; pass both or neither")
+        of_memory = documents(docs, source_docs, doc_starts, source_doc_starts)
+        x = self.hidden(idx, 0, own, memory, of_memory)
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x, targets)
+
+    def encode(self, source: Maybe, docs: Tensors | None = None) -> Maybe:
+        """source (B, S) -> the encoder's output (B, S, C), called memory; None without encoder. docs as in a Mask."""
+        if (source is None) != (self.encoder is None):
+            raise ValueError("objective=seq2seq needs a source, and other models read none")
+        if source is None:
+            return None
+        x, t = self.embed(source, 0, docs)
+        return self.encoder.through_blocks(x, self.encoder.inputs(source, t, x, docs))
+
+    def hidden(
+        self, idx: Tensor, start: int = 0, docs: Tensors | None = None, memory: Maybe = None,
+        memory_docs: Tensors | None = None,
+    ) -> Tensor:  # fmt: skip
+        """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C). docs and
+        memory_docs as in a Mask."""
+        x, t = self.embed(idx, start, docs)
+        return self.through_blocks(x, self.inputs(idx, t, x, docs, memory, memory_docs))
+
+    def embed(self, idx: Tensor, start: int, docs: Tensors | None = None) -> Tensors:
+        """idx (B, T), whose first token has position `start` -> the stream (B, T, C), positions (T,)."""
+        cfg = self.cfg
+        T = idx.size(1)
+        if T > cfg.block_size:
+            raise ValueError(f"a sequence of {T} tokens does not fit in block_size={cfg.block_size}; crop it")
+        t = self.positions(torch.arange(start, start + T, device=idx.device))
+        position = t
+        if docs is not None and cfg.doc_positions:
+            position = positions_in(docs, t)
+        x = self.wte(idx)
+        if cfg.embed_scale != 1:
+            x = x * cfg.embed_scale
+        x = ops.dropped(self.pos(x, position), cfg.dropout * self.training)
+        return x.to(stream_dtype(cfg, x)), t
+
+    def positions(self, t: Tensor) -> Tensor:
+        """Numbers of the tokens that this process is given, (T,) -> their positions in the text."""
+        return t
+
+    def head_weight(self) -> Tensor:
+        """The head's weight (V, C), without its padding rows."""
+        if self.cfg.vocab_rows == self.cfg.vocab_size:
+            return self.head.weight
+        return self.head.weight[: self.cfg.vocab_size]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The last norm's result x (..., C) -> logits (..., V) in float32."""
+        logits = F.linear(x, self.head_weight())
+        return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x (B, T, C), targets (B, T) -> the mean in nats over targets >= 0."""
+        targets = targets.flatten()
+        return self.mean(self.cross_entropy(x.flatten(0, 1), targets), targets)
+
+    def cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x (N, C), targets (N,) -> the sum in nats over targets >= 0, without all logits at once."""
+        cfg = self.cfg
+        return ops.cross_entropy(x, self.head_weight(), targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss)
+
+    def mean(self, total: Tensor, targets: Tensor) -> Tensor:
+        """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
+        if self.n_targets is not None:
+            return total / self.n_targets
+        return total / (targets >= 0).sum().clamp(min=1)
+
+    def n_params(self) -> int:
+        """Number of trainable parameters; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters())
 
 
-def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
-    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: the slopes of the power p below, then half of 2p's."""
-    p = 2 ** int(math.log2(n_head))
-    of_power = torch.arange(1, p + 1, device=device) / p
-    of_rest = (2 * torch.arange(n_head - p, device=device) + 1) / (2 * p)
-    return torch.exp2(-8 * torch.cat((of_power, of_rest)))
+# ---- A layer
 
 
-POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
-    "learned": (LearnedEmbedding, AttentionPosition),
-    "sinusoidal": (SinusoidalEmbedding, AttentionPosition),
-    "rope": (NoEmbedding, Rope),
-    "alibi": (NoEmbedding, Alibi),
-    "none": (NoEmbedding, AttentionPosition),
-}
+class Block(nn.Module):
+    """One layer: the sums of its string, or of a function of BLOCK, one after the other."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        build = BLOCK.get(cfg.block)
+        self.sums = nn.ModuleList(build(cfg, layer) if callable(build) else from_string(cfg, layer))
+        names = [name for each in self.sums for name in each.names]
+        if len(set(names)) < len(names):  # their initial weights would be equal
+            raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
+
+    def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
+        for add_to in self.sums:
+            s = add_to(s, inputs)
+        return s
 
 
-def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
-    """What acts on q, k and v in this layer: by its letter of cfg.pos_pattern, cfg.pos or nothing."""
-    kinds = {"G": POSITION[cfg.pos][1], "N": AttentionPosition}
-    if cfg.pos == "rope":
-        kinds["L"] = partial(Rope, first=2)  # with rope_theta_local
-    pattern = cfg.pos_pattern or "G"
-    if not set(pattern) <= kinds.keys():
-        refuse(cfg, "pos_pattern pos", f"may hold only the letters {', '.join(kinds)}; leave it empty for all G")
-    return kinds[pattern[layer % len(pattern)]](cfg)
+class Sum(nn.Module):
+    """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)), where readers may read
+    a convolution of before(s).
+
+    before, after and total are norms or identities, see PLACEMENT. gains maps each reader's name to the initial value
+    of its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
+    "learned", which starts at 1.
+    """
+
+    def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
+        super().__init__()
+        self.before = norm(cfg, "before")
+        self.conv = Convolution(cfg) if cfg.conv else None
+        self.after = norm(cfg, "after")
+        self.total = norm(cfg, "total")
+        of_readers = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
+        self.gain = nn.Identity()
+        if len(readers) == 1:
+            self.gain = of_readers[0]
+            of_readers = [nn.Identity()]
+        self.gains = nn.ModuleList(of_readers)
+        self.skip = {1: nn.Identity(), "learned": Gain(1.0), 0: None}[skip]
+        self.dropout = cfg.dropout
+        self.names = tuple(readers)
+        for name, reader in readers.items():
+            if hasattr(self, name):
+                raise ValueError(f"a reader cannot have the name {name!r}, which a sum has for itself")
+            self.add_module(name, reader)
+
+    def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
+        x = self.before(s)
+        if self.conv is not None:
+            x = self.conv(x, inputs)
+        y = [getattr(self, name)(x, inputs) for name in self.names]
+        y = [ops.dropped(part, self.dropout * self.training) for part in y]
+        y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
+        y = self.gain(self.after(reduce(add, y)))
+        if self.skip is not None:
+            y = y + self.skip(s)
+        return self.total(y).to(s.dtype)  # gains are float32
 
 
-# ---- Linear layers
+def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
+    """The sums that the string of --block describes, or that of its name."""
+    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
+    sums = []
+    for readers in cfg.sums(layer):
+        modules = {}
+        for reader in readers:
+            kind = MLP if reader.dense else kinds[reader.source]  # an MLP's parameters are read without heads
+            modules[reader.name] = kind(cfg, layer, reader)
+        sums.append(Sum(cfg, **modules))
+    return sums
+
+
+# ---- Linear layers and the MLP
 
 
 class Linear(nn.Linear):
@@ -420,55 +431,6 @@ class Linear(nn.Linear):
 
     def reset_parameters(self):
         pass
-
-
-class Gain(nn.Module):
-    """A learned scalar times x."""
-
-    role = "whole"
-
-    def __init__(self, initial: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1))
-        self.initial = {"weight": initial}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
-
-
-class NearIdentity(Linear):
-    """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
-
-    def __init__(self, cfg: ModelConfig, role: str):
-        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role, bias=False)
-        self.initial = {"weight": 0.0}
-        self.skip = Gain(1.0)
-        self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
-        self.same = with_role(nn.Identity(), role)  # tensor parallelism cuts or pads x here as the matrix's result
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip(self.same(x)) + self.resid(super().forward(x))
-
-
-# ---- Readers: the normed stream x (B, T, C) -> (B, T, C), to be added to the stream
-# Each is sum_j phi(q . k_j) v_j W_O over a pool of keys k_j and values v_j: those of tokens, learned slots, or the rows
-# and columns of an MLP's matrices. A Reader (flags.py) has its choices, such as Reader("attn", source="context").
-
-
-class Inputs(NamedTuple):
-    """Inputs of a block besides the stream, which Stack.inputs makes."""
-
-    table: Tensors = ()  # of AttentionPosition.table
-    docs: Tensors | None = None  # of the queries and of the keys, as in a Mask
-    memory: Tensor | None = None  # (B, S, C), the encoder's output
-    memory_docs: Tensors | None = None  # of the queries and of the memory
-    idx: Tensor | None = None  # (B, T), the tokens, for modules of yours
-    place: Tensor | None = None  # (B, T), with documents: the position of each token in its own
-    shared: "Shared | None" = None  # made anew for each forward
-
-
-class Shared(UserDict):
-    """Tensors that a layer hands to later layers, by name. FSDP gives each block a copy of what is a dict."""
 
 
 Kind = namedtuple("Kind", "phi arity", defaults=[1])  # phi maps `arity` tensors (..., F) to one: of gated kinds, two
@@ -493,43 +455,53 @@ def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
     return kinds[name]
 
 
-def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
-    """H and Hkv: the reader's share of the layer's heads."""
-    H = cfg.n_head
-    Hkv = cfg.kv_heads
-    if not cfg.head_dim and cfg.n_embd % H:
-        even = -(-cfg.n_embd // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
-        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
-    if cfg.n_kv_head not in (0, Hkv):
-        refuse(cfg, "n_kv_head attention", "mqa has one key/value head; set n_kv_head=0, or attention=gqa")
-    if Hkv == 0 or H % Hkv:
-        refuse(cfg, "attention n_kv_head n_head", "set n_kv_head to a divisor of n_head")
-    if reader.share > 1 or (reader.share * Hkv).denominator > 1:
-        fact = f"{reader.name} takes {reader.share} of {H} heads and of {Hkv} key/value heads"
-        refuse(cfg, "block", f"{fact}; write a part of both, such as /2 or 3c/4")
-    return int(reader.share * H), int(reader.share * Hkv)
+class MLP(nn.Module):
+    """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
+    A softmax divides the scores by the root of the width. The switch .matrix adds a matrix W_O behind `down`."""
+
+    linear = Linear  # of `up` and `down`
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
+        super().__init__()
+        C = cfg.n_embd
+        hidden = hidden or hidden_units(cfg, reader)  # given for an expert that all tokens read
+        self.reader = reader
+        self.phi, arity = kind_of(cfg, reader)
+        unit = cfg.hidden_unit
+        if reader.phi == "softmax":
+            unit = hidden  # so that it is over all units
+            self.phi = lambda scores: (scores * C**-0.5).softmax(-1)
+        self.pieces = (unit,) * arity  # sizes of a piece of gates and of its values, between which ranks may cut
+        self.up = self.linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
+        self.down = self.linear(cfg, hidden, C, "out")
+        self.out = nn.Identity()
+        if reader.out == "matrix":
+            self.out = Linear(cfg, C, C, "second")
+            self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
+
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        return self.out(self.read(x))
+
+    def read(self, x: Tensor, *ends: Tensor) -> Tensor:
+        """x (..., C) -> (..., C). Of experts, x has their rows, and `ends` their ends, see ExpertLinear."""
+        scores = self.up(x, *ends).unflatten(-1, (-1, sum(self.pieces)))
+        hidden = self.phi(*scores.split(self.pieces, dim=-1))  # (..., F / unit, unit)
+        return self.down(hidden.flatten(-2), *ends)
 
 
-def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
-    """The map from scores (..., T, S), of queries that see n (..., T, 1) keys, to weights; None = softmax. A map over
-    tokens is divided by n, and the sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431)."""
-    phi, arity = kind_of(cfg, reader)
-    if phi is None:
-        return None
-    if reader.source == "parameters":  # slots: a gated phi has two keys for each value
-        return lambda scores, n: phi(*scores.chunk(arity, -1))
-    if arity == 2:
-        refuse(cfg, "block", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
-    if phi is torch.sigmoid:
-        return lambda scores, n: phi(scores - n.clamp(min=1).log())
-    return lambda scores, n: phi(scores) / n.clamp(min=1)
+# ---- Attention: W_O sum_j phi(q . k_j) v_j over a pool of keys k_j and values v_j
+#                  queries   keys and values             position   cache             kernel
+# Attention        of x      of x                        yes        grows             ops.attention
+# CrossAttention   of x      of the encoder's output     no         made once         ops.attention
+# Slots            of x      parameters                  no         none              ops.attention
+# ShapedAttention  of x      keys of x, the values are x yes        grows             the same and uniform_attention
 
 
 class Heads(nn.Module):
     """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j. Its subclasses, one for each source of keys and
     values, make q, k and v in `project`; `read` adds positions, cache and mask, and `attend` computes the sum."""
 
-    per_head: tuple[str, ...] = ()  # names of the parameters that have a row for each head
+    per_head: tuple[str, ...] = ()  # parameters that have a row for each head
     strips: Callable | None = None  # see ops.attention
     initial: dict[str, Normal | float | Tensor] = {}
     causal = False  # as in ops.Mask
@@ -676,82 +648,180 @@ class Attention(Heads):
         return self.k_norm(self.slot_k).to(dtype), self.slot_v.to(dtype)
 
 
-class CrossAttention(Heads):
-    """Attention to the memory: each query reads the tokens of the encoder."""
-
-    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
-        super().__init__(cfg, reader)
-        self.make_queries(cfg)
-        self.kv = self.projection(cfg, "memory", 1, 1)
-
-    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
-
-        def pool() -> Tensors:
-            return self.split(self.kv(inputs.memory), 1, 1)
-
-        if self.cache:
-            k, v = self.cache.once(pool)  # for all tokens that are decoded
-        else:
-            k, v = pool()
-        return self.queries(x), k, v
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
+# ---- Norms
 
 
-class Slots(Heads):
-    """Attention to learned keys and values, the same for all tokens (arXiv:1907.01470)."""
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm whose result has the dtype of x, whichever dtype the weight has. The kernel's sums are in float32."""
 
-    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
-        super().__init__(cfg, reader)
-        self.make_queries(cfg)
-        self.make_slots(cfg)
+    initial = {"weight": 1.0, "bias": 0.0}
 
-    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""
-        q = self.queries(x)
-        k = self.slot_k.to(q.dtype).expand(len(q), -1, -1, -1)
-        v = self.slot_v.to(q.dtype).expand(len(q), -1, -1, -1)
+    def reset_parameters(self):
+        pass  # Model.init_weights fills all parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) times a weight."""
+
+    initial = {"weight": 1.0}
+
+    def reset_parameters(self):
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class RMSNormEpsOutside(RMSNorm):
+    """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = ops.at_least_float32(x)
+        rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) / math.sqrt(x.size(-1))
+        return (wide / (rms + self.eps) * self.weight).to(x.dtype)
+
+
+NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "layernorm": lambda c: LayerNorm(c.n_embd, c.norm_eps, bias=c.bias or c.norm_bias),
+    "rmsnorm": lambda c: RMSNorm(c.n_embd, c.norm_eps),
+    "rmsnorm_eps_outside": lambda c: RMSNormEpsOutside(c.n_embd, c.norm_eps),
+    "none": lambda c: nn.Identity(),
+}
+
+
+PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them, on the total; last = before the head
+    "pre": {"before", "last"},
+    "post": {"total"},
+    "after": {"after", "last"},
+    "sandwich": {"before", "after", "last"},
+    "none": set(),
+}
+
+
+def norm(cfg: ModelConfig, role: str) -> nn.Module:
+    """The norm for this place, or an identity if norm_placement has no norm there."""
+    kind = cfg.norm if role in PLACEMENT[cfg.norm_placement] else "none"
+    if role == "last" and cfg.last_norm != "same":
+        kind = cfg.last_norm
+    return with_role(NORM[kind](cfg), role)
+
+
+# ---- Positions: each --pos has a class that acts on the embedding and one that acts on q, k and v
+# t (T,) holds absolute positions; with doc_positions the embedding gets positions (B, T) within the documents.
+
+
+def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
+    """nn.Embedding without draws of its own, which init_weights replaces, and which take a second on the meta device:
+    they import torch._dynamo."""
+    table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
+    table.initial = {"weight": Normal(cfg.init_std)}
+    return with_role(table, role)
+
+
+class NoEmbedding(nn.Identity):  # which takes any arguments, here cfg
+    """Returns x (B, T, C) unchanged."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return x
+
+
+class LearnedEmbedding(nn.Module):
+    """x + W[t] (GPT-2)."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.wpe = embedding(cfg, cfg.block_size, "whole")
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return x + self.wpe(t)
+
+
+class AttentionPosition(nn.Identity):
+    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
+    layer has its own, which may have parameters. What all layers need of the positions is the class's table, which is
+    computed once per forward."""
+
+    @classmethod
+    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
+        """For positions t (T,), tensors (T, n), or (H, T, n) with a row for each head."""
+        return ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         return q, k, v
 
+    def slots(self, k: Tensor, v: Tensor) -> Tensors:
+        """Keys and values (Hkv, M, D) of slots, which have no position, as wide as forward's: (Hkv, M, E)."""
+        return k, v
 
-class ShapedAttention(Attention):
-    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
-    U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
-    U are never built as matrices. Values and output are x itself, or start near x where they are trained.
-    """
+class Rope(AttentionPosition):
+    """Rotates pairs (x_j, x_{j+n}), j < n = D/2, by angles t * theta^(-j/n) (arXiv:2104.09864; pairs as in GPT-NeoX
+    and Llama). The table holds cos and sin for rope_theta, then for rope_theta_local if pos_pattern has an L."""
 
-    def make_projections(self, cfg: ModelConfig, layer: int):
-        D = self.head_dim
-        if self.n_head * D != cfg.n_embd:
-            refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
-        self.qk = self.projection(cfg, "into", self.group, 1)
-        keys_alone = Normal(cfg.init_std, zero=self.group * D, period=(self.group + 1) * D)  # W_Q = 0
-        self.qk.initial = {"weight": keys_alone, "bias": 0.0}
-        trained = cfg.simplified_value_proj
-        self.value = with_role(nn.Identity(), "into")
-        self.out = with_role(nn.Identity(), "out")
-        if trained == "all" or trained == "first" and layer == 0:
-            self.value = NearIdentity(cfg, "into")
-        if trained == "all":
-            self.out = NearIdentity(cfg, "out")
-        for gain in ("alpha", "beta", "gamma"):
-            self.add_per_head(gain, 1.0, self.n_head)
+    def __init__(self, cfg: ModelConfig, first: int = 0):
+        super().__init__(cfg)
+        self.first = first  # entry of the table where this layer's cos and sin are
+        if cfg.head_size % 2:
+            refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
+        scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # refuses a wrong rope_scaling
 
-    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        q, k = self.split(self.qk(x), self.group, 1)
-        (v,) = self.split(self.value(x), 1)
-        return q, k, v
+    @classmethod
+    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
+        n = cfg.head_size // 2
+        turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
+        if "L" in cfg.pos_pattern:
+            turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
+        out = []
+        for f, factor in turns:
+            angle = t[:, None] * f  # (T, n)
+            cos = (factor * angle.cos()).to(dtype)
+            sin = (factor * angle.sin()).to(dtype)
+            out += torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)  # (T, D)
+        return tuple(out)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
-        alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
-        y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
-        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
-        return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
+        cos, sin = (x.to(q.dtype) for x in table[self.first : self.first + 2])
+        return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
+
+
+def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
+    """theta^(-j/n), j < n: radians per token (n,). float64 keeps the phase of far positions exact."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    return theta ** (-torch.arange(n, device=device, dtype=dtype) / n)
+
+
+def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
+    """What acts on q, k and v in this layer: by its letter of cfg.pos_pattern, cfg.pos or nothing."""
+    kinds = {"G": POSITION[cfg.pos][1], "N": AttentionPosition}
+    if cfg.pos == "rope":
+        kinds["L"] = partial(Rope, first=2)  # with rope_theta_local
+    pattern = cfg.pos_pattern or "G"
+    if not set(pattern) <= kinds.keys():
+        refuse(cfg, "pos_pattern pos", f"may hold only the letters {', '.join(kinds)}; leave it empty for all G")
+    return kinds[pattern[layer % len(pattern)]](cfg)
+
+
+# ---- Sizes and maps of readers, documents, and the dtype of the stream
+
+
+def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
+    """H and Hkv: the reader's share of the layer's heads."""
+    H = cfg.n_head
+    Hkv = cfg.kv_heads
+    if not cfg.head_dim and cfg.n_embd % H:
+        even = -(-cfg.n_embd // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
+        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
+    if cfg.n_kv_head not in (0, Hkv):
+        refuse(cfg, "n_kv_head attention", "mqa has one key/value head; set n_kv_head=0, or attention=gqa")
+    if Hkv == 0 or H % Hkv:
+        refuse(cfg, "attention n_kv_head n_head", "set n_kv_head to a divisor of n_head")
+    if reader.share > 1 or (reader.share * Hkv).denominator > 1:
+        fact = f"{reader.name} takes {reader.share} of {H} heads and of {Hkv} key/value heads"
+        refuse(cfg, "block", f"{fact}; write a part of both, such as /2 or 3c/4")
+    return int(reader.share * H), int(reader.share * Hkv)
 
 
 def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
@@ -769,40 +839,211 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
     return max(multiple, round(width / multiple) * multiple)
 
 
-class MLP(nn.Module):
-    """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
+def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
+    """The map from scores (..., T, S), of queries that see n (..., T, 1) keys, to weights; None = softmax. A map over
+    tokens is divided by n, and the sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431)."""
+    phi, arity = kind_of(cfg, reader)
+    if phi is None:
+        return None
+    if reader.source == "parameters":  # slots: a gated phi has two keys for each value
+        return lambda scores, n: phi(*scores.chunk(arity, -1))
+    if arity == 2:
+        refuse(cfg, "block", f"{reader.name}.{reader.phi} needs two keys for each value, which only p, e and s have")
+    if phi is torch.sigmoid:
+        return lambda scores, n: phi(scores - n.clamp(min=1).log())
+    return lambda scores, n: phi(scores) / n.clamp(min=1)
 
-    A softmax divides the scores by the root of the width. The switch .matrix adds a matrix W_O behind `down`.
+
+def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> Tensors | None:
+    """Mask.docs for the document numbers of queries (B, T) and keys (B, S), and the first tokens of documents, if
+    known. None without documents."""
+    if queries is None or keys is None:
+        return None
+    if starts is None and key_starts is None:
+        return queries, keys
+    return queries, keys, ops.boundaries(starts, queries.size(1)), ops.boundaries(key_starts, keys.size(1))
+
+
+def positions_in(docs: Tensors, t: Tensor) -> Tensor:
+    """Tokens at t (T,) of a text with these documents -> the position of each in its document, (B, T)."""
+    numbers = docs[1].contiguous()
+    return t - torch.searchsorted(numbers, numbers[:, t])
+
+
+def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
+    """The dtype of a residual stream that begins with x."""
+    narrow = ops.matmul_dtype(x)
+    if ops.wide_stream(cfg.fp32_residual, x.device, narrow):
+        return x.dtype
+    return narrow
+
+
+# ---- Variants: other positions
+
+
+class SinusoidalEmbedding(nn.Module):
+    """sqrt(C) x + [sin(t w), cos(t w)], w_i = 10000^(-2i/C) (arXiv:1706.03762, sections 3.4 and 3.5)."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        if cfg.n_embd % 2:
+            refuse(cfg, "pos n_embd", "half of the channels are sines, half are cosines; set n_embd to an even number")
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        C = x.size(-1)
+        angle = t[..., None] * frequencies(C // 2, 10000.0, t.device)  # (..., T, C/2)
+        waves = torch.cat((angle.sin(), angle.cos()), dim=-1)
+        return x * math.sqrt(C) + waves.to(x.dtype)
+
+
+class Alibi(AttentionPosition):
+    """Adds -m_h (i - j) to the scores (arXiv:2108.12409) without a bias matrix. Softmax ignores a constant per row, so
+    adding m_h j is enough. Extra columns of q and k, each exact in bfloat16, give this dot product:
+
+        q   256 m_h, m_h, 256 m_h (i // 256), m_h (i % 256)   times sqrt(D)
+        k   j // 256, j % 256, 0, 0
+
+    A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
+    Four columns of zeros follow, as the fused kernels need multiples of 8. v gets eight, which attention drops again.
     """
 
-    linear = Linear  # of `up` and `down`
+    @classmethod
+    def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
+        slope = alibi_slopes(cfg.n_head, t.device).to(dtype)[:, None] * math.sqrt(cfg.head_size)  # (H, 1)
+        far = (t // 256).to(dtype)  # (T,)
+        near = (t % 256).to(dtype)
+        one = torch.ones_like(far)
+        zero = torch.zeros_like(far)
+        of_queries = torch.stack((256 * slope * one, slope * one, 256 * slope * far, slope * near), dim=-1)  # (H, T, 4)
+        of_keys = torch.stack((far, near, zero, zero), dim=-1)  # (T, 4)
+        return F.pad(of_queries, (0, 4)), F.pad(of_keys, (0, 4))  # each (..., 8)
 
-    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
+        of_queries, of_keys = (columns.to(q.dtype) for columns in table)
+        q = torch.cat((q, of_queries.expand(*q.shape[:3], -1)), dim=-1)  # (B, H, T, E)
+        k = torch.cat((k, of_keys.expand(*k.shape[:3], -1)), dim=-1)  # (B, Hkv, T, E)
+        return q, k, F.pad(v, (0, of_keys.size(-1)))
+
+    def slots(self, k: Tensor, v: Tensor) -> Tensors:
+        columns = k.new_zeros(*k.shape[:2], 8)  # (Hkv, M, 8)
+        columns[..., 2:4] = 1
+        return torch.cat((k, columns), dim=-1), F.pad(v, (0, columns.size(-1)))
+
+
+def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
+    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: the slopes of the power p below, then half of 2p's."""
+    p = 2 ** int(math.log2(n_head))
+    of_power = torch.arange(1, p + 1, device=device) / p
+    of_rest = (2 * torch.arange(n_head - p, device=device) + 1) / (2 * p)
+    return torch.exp2(-8 * torch.cat((of_power, of_rest)))
+
+
+POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
+    "learned": (LearnedEmbedding, AttentionPosition),
+    "sinusoidal": (SinusoidalEmbedding, AttentionPosition),
+    "rope": (NoEmbedding, Rope),
+    "alibi": (NoEmbedding, Alibi),
+    "none": (NoEmbedding, AttentionPosition),
+}
+
+
+def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
+    """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
+    name, *words = (cfg.rope_scaling or "linear:1").split(":")
+    try:
+        numbers = [float(word) for word in words]
+        if not all(1e-6 <= number <= 1e20 for number in numbers):
+            raise ValueError("too small or too large")
+        kept = ROPE_SCALING[name](f, cfg, *numbers)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError):
+        remedy = "set it to linear:F, llama3:F:LOW:HIGH:ORIGINAL or yarn:F:ORIGINAL:FAST:SLOW, such as llama3:8"
+        refuse(cfg, "rope_scaling", f"no known scaling; {remedy}")
+    factor = numbers[0]
+    growth = 1.0
+    if name == "yarn" and factor > 1:
+        growth = 0.1 * math.log(factor) + 1
+    return f * kept + f / factor * (1 - kept), growth
+
+
+def linear_scaling(f: Tensor, cfg: ModelConfig, factor: float) -> Tensor:
+    """No frequency stays: position interpolation (arXiv:2306.15595)."""
+    return torch.zeros_like(f)
+
+
+def llama3_scaling(f: Tensor, cfg: ModelConfig, factor: float, low=1.0, high=4.0, original=8192.0) -> Tensor:
+    """Wavelengths below original / high stay, those above original / low do not (Llama 3.1)."""
+    if low >= high:
+        raise ValueError("LOW is not below HIGH")
+    return ((original * f / math.tau - low) / (high - low)).clamp(0, 1)
+
+
+def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=32.0, slow=1.0) -> Tensor:
+    """Pairs that turn more than `fast` times in the original context stay, those that turn less than `slow` times do
+    not (arXiv:2309.00071)."""
+    n = len(f)
+    original = original or cfg.block_size / factor  # the present context is the longer one
+    pairs = n / math.log(cfg.rope_theta)  # for each e-fold of the wavelength
+    first = max(math.floor(pairs * math.log(original / (fast * math.tau))), 0)
+    last = min(math.ceil(pairs * math.log(original / (slow * math.tau))), 2 * n - 1)
+    length = 1e-3 if first == last else last - first
+    return 1 - ((torch.arange(n, device=f.device) - first) / length).clamp(0, 1)
+
+
+# name -> (frequencies f (n,), cfg, numbers of the flag) -> how far each f stays as it is: 1, or 0 for f / factor (n,)
+ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
+
+
+# ---- Variants: a convolution
+
+
+class Neighbours(nn.Module):
+    """The n > 0 tokens before each one. A module that reads them holds one, and so declares how far it reads: decoding
+    gives it a cache of n rows, and context parallelism the rows of other processes."""
+
+    def __init__(self, n: int):
         super().__init__()
-        C = cfg.n_embd
-        hidden = hidden or hidden_units(cfg, reader)  # given for an expert that all tokens read
-        self.reader = reader
-        self.phi, arity = kind_of(cfg, reader)
-        unit = cfg.hidden_unit
-        if reader.phi == "softmax":
-            unit = hidden  # so that it is over all units
-            self.phi = lambda scores: (scores * C**-0.5).softmax(-1)
-        self.pieces = (unit,) * arity  # sizes of a piece of gates and of its values, between which ranks may cut
-        self.up = self.linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
-        self.down = self.linear(cfg, hidden, C, "out")
-        self.out = nn.Identity()
-        if reader.out == "matrix":
-            self.out = Linear(cfg, C, C, "second")
-            self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
+        self.reach = n
+        self.cache = None  # decoding sets a RowCache
+
+    def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
+        """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
+        n = self.reach
+        rows = self.pieces(x)
+        before = [rows[..., n - i : rows.size(-2) - i, :] for i in range(n + 1)]  # each (B, ..., P, T/P, C)
+        if inputs.place is not None:
+            place = inputs.place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
+            before[1:] = [row.where(place >= i, 0) for i, row in enumerate(before[1:], 1)]
+        return [row.flatten(-3, -2) for row in before]
+
+    def pieces(self, x: Tensor) -> Tensor:
+        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). Under --cp, P is 2."""
+        if self.cache:
+            rows = self.cache.extend(x)
+        else:
+            rows = F.pad(x, (0, 0, self.reach, 0))
+        return rows.unsqueeze(-3)
+
+
+class Convolution(nn.Module):
+    """x_t + w_0 x_t + w_1 x_{t-1} + ... over K tokens of a document, with a number w_i for each channel."""
+
+    role = "whole"
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.earlier = Neighbours(cfg.conv - 1)
+        self.weight = nn.Parameter(torch.empty(cfg.n_embd, cfg.conv))
+        self.initial = {"weight": 0.0}
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        return self.out(self.read(x))
+        rows = self.earlier(ops.at_least_float32(x), inputs)
+        y = rows[0]
+        for tap, row in zip(self.weight.unbind(1), rows, strict=True):
+            y = y + tap * row
+        return y.to(x.dtype)
 
-    def read(self, x: Tensor, *ends: Tensor) -> Tensor:
-        """x (..., C) -> (..., C). Of experts, x has their rows, and `ends` their ends, see ExpertLinear."""
-        scores = self.up(x, *ends).unflatten(-1, (-1, sum(self.pieces)))
-        hidden = self.phi(*scores.split(self.pieces, dim=-1))  # (..., F / unit, unit)
-        return self.down(hidden.flatten(-2), *ends)
+
+# ---- Variants: experts
 
 
 class ExpertLinear(Linear):
@@ -880,121 +1121,116 @@ class Experts(MLP):
         return y if self.shared is None else y + self.shared(x, inputs)
 
 
-# ---- Blocks
+# ---- Variants: attention to an encoder, and to learned keys and values
 
 
-class Neighbours(nn.Module):
-    """The n > 0 tokens before each one. A module that reads them holds one, and so declares how far it reads: decoding
-    gives it a cache of n rows, and context parallelism the rows of other processes."""
+class CrossAttention(Heads):
+    """Attention to the memory: each query reads the tokens of the encoder."""
 
-    def __init__(self, n: int):
-        super().__init__()
-        self.reach = n
-        self.cache = None  # decoding sets a RowCache
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
+        super().__init__(cfg, reader)
+        self.make_queries(cfg)
+        self.kv = self.projection(cfg, "memory", 1, 1)
 
-    def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
-        """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
-        n = self.reach
-        rows = self.pieces(x)
-        before = [rows[..., n - i : rows.size(-2) - i, :] for i in range(n + 1)]  # each (B, ..., P, T/P, C)
-        if inputs.place is not None:
-            place = inputs.place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
-            before[1:] = [row.where(place >= i, 0) for i, row in enumerate(before[1:], 1)]
-        return [row.flatten(-3, -2) for row in before]
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
+        """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
 
-    def pieces(self, x: Tensor) -> Tensor:
-        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). Under --cp, P is 2."""
+        def pool() -> Tensors:
+            return self.split(self.kv(inputs.memory), 1, 1)
+
         if self.cache:
-            rows = self.cache.extend(x)
+            k, v = self.cache.once(pool)  # for all tokens that are decoded
         else:
-            rows = F.pad(x, (0, 0, self.reach, 0))
-        return rows.unsqueeze(-3)
+            k, v = pool()
+        return self.queries(x), k, v
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
 
 
-class Convolution(nn.Module):
-    """x_t + w_0 x_t + w_1 x_{t-1} + ... over K tokens of a document, with a number w_i for each channel."""
+class Slots(Heads):
+    """Attention to learned keys and values, the same for all tokens (arXiv:1907.01470)."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
+        super().__init__(cfg, reader)
+        self.make_queries(cfg)
+        self.make_slots(cfg)
+
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
+        """q (B, H, T, D), k and v (B, Hkv, M, D), before norms."""
+        q = self.queries(x)
+        k = self.slot_k.to(q.dtype).expand(len(q), -1, -1, -1)
+        v = self.slot_v.to(q.dtype).expand(len(q), -1, -1, -1)
+        return q, k, v
+
+
+# ---- Variants: simplified blocks (arXiv:2311.01906)
+
+
+class Gain(nn.Module):
+    """A learned scalar times x."""
 
     role = "whole"
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, initial: float):
         super().__init__()
-        self.earlier = Neighbours(cfg.conv - 1)
-        self.weight = nn.Parameter(torch.empty(cfg.n_embd, cfg.conv))
+        self.weight = nn.Parameter(torch.empty(1))
+        self.initial = {"weight": initial}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+class NearIdentity(Linear):
+    """skip x + resid W x, where W starts at 0: the reparametrised projections of arXiv:2311.01906, section 4."""
+
+    def __init__(self, cfg: ModelConfig, role: str):
+        super().__init__(cfg, cfg.n_embd, cfg.n_embd, role, bias=False)
         self.initial = {"weight": 0.0}
+        self.skip = Gain(1.0)
+        self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
+        self.same = with_role(nn.Identity(), role)  # tensor parallelism cuts or pads x here as the matrix's result
 
-    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        rows = self.earlier(ops.at_least_float32(x), inputs)
-        y = rows[0]
-        for tap, row in zip(self.weight.unbind(1), rows, strict=True):
-            y = y + tap * row
-        return y.to(x.dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(self.same(x)) + self.resid(super().forward(x))
 
 
-class Sum(nn.Module):
-    """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)), where readers may read
-    a convolution of before(s).
+class ShapedAttention(Attention):
+    """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
-    before, after and total are norms or identities, see PLACEMENT. gains maps each reader's name to the initial value
-    of its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
-    "learned", which starts at 1.
+    U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
+    U are never built as matrices. Values and output are x itself, or start near x where they are trained.
     """
 
-    def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
-        super().__init__()
-        self.before = norm(cfg, "before")
-        self.conv = Convolution(cfg) if cfg.conv else None
-        self.after = norm(cfg, "after")
-        self.total = norm(cfg, "total")
-        of_readers = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
-        self.gain = nn.Identity()
-        if len(readers) == 1:
-            self.gain = of_readers[0]
-            of_readers = [nn.Identity()]
-        self.gains = nn.ModuleList(of_readers)
-        self.skip = {1: nn.Identity(), "learned": Gain(1.0), 0: None}[skip]
-        self.dropout = cfg.dropout
-        self.names = tuple(readers)
-        for name, reader in readers.items():
-            if hasattr(self, name):
-                raise ValueError(f"a reader cannot have the name {name!r}, which a sum has for itself")
-            self.add_module(name, reader)
+    def make_projections(self, cfg: ModelConfig, layer: int):
+        D = self.head_dim
+        if self.n_head * D != cfg.n_embd:
+            refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
+        self.qk = self.projection(cfg, "into", self.group, 1)
+        keys_alone = Normal(cfg.init_std, zero=self.group * D, period=(self.group + 1) * D)  # W_Q = 0
+        self.qk.initial = {"weight": keys_alone, "bias": 0.0}
+        trained = cfg.simplified_value_proj
+        self.value = with_role(nn.Identity(), "into")
+        self.out = with_role(nn.Identity(), "out")
+        if trained == "all" or trained == "first" and layer == 0:
+            self.value = NearIdentity(cfg, "into")
+        if trained == "all":
+            self.out = NearIdentity(cfg, "out")
+        for gain in ("alpha", "beta", "gamma"):
+            self.add_per_head(gain, 1.0, self.n_head)
 
-    def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
-        x = self.before(s)
-        if self.conv is not None:
-            x = self.conv(x, inputs)
-        y = [getattr(self, name)(x, inputs) for name in self.names]
-        y = [ops.dropped(part, self.dropout * self.training) for part in y]
-        y = [gain(part) for gain, part in zip(self.gains, y, strict=True)]
-        y = self.gain(self.after(reduce(add, y)))
-        if self.skip is not None:
-            y = y + self.skip(s)
-        return self.total(y).to(s.dtype)  # gains are float32
+    def project(self, x: Tensor, inputs: Inputs) -> Tensors:
+        q, k = self.split(self.qk(x), self.group, 1)
+        (v,) = self.split(self.value(x), 1)
+        return q, k, v
 
-
-def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """The sums that the string of --block describes, or that of its name."""
-    kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
-    sums = []
-    for readers in cfg.sums(layer):
-        modules = {}
-        for reader in readers:
-            kind = MLP if reader.dense else kinds[reader.source]  # an MLP's parameters are read without heads
-            modules[reader.name] = kind(cfg, layer, reader)
-        sums.append(Sum(cfg, **modules))
-    return sums
-
-
-def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
-    if cfg.n_expert and layer >= cfg.n_dense_layer:
-        return Experts(cfg, layer, READER["e"])
-    return MLP(cfg, layer)
-
-
-def cross(cfg: ModelConfig, layer: int) -> list[Sum]:
-    if cfg.objective != "seq2seq":
-        return []
-    return [Sum(cfg, cross=CrossAttention(cfg, layer))]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
+        alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
+        uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
+        y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
+        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
+        return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
@@ -1011,6 +1247,18 @@ def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     return [*cross(cfg, layer), both]
 
 
+def mlp_of(cfg: ModelConfig, layer: int) -> nn.Module:
+    if cfg.n_expert and layer >= cfg.n_dense_layer:
+        return Experts(cfg, layer, READER["e"])
+    return MLP(cfg, layer)
+
+
+def cross(cfg: ModelConfig, layer: int) -> list[Sum]:
+    if cfg.objective != "seq2seq":
+        return []
+    return [Sum(cfg, cross=CrossAttention(cfg, layer))]
+
+
 BLOCK: dict[str, str | Callable[[ModelConfig, int], list[Sum]]] = {  # name -> its string, or what makes the sums
     "standard": "c,p",  # s = s + A(n1(s)); s = s + M(n2(s)) (arXiv:1706.03762, norms in front as in GPT-2)
     "parallel": "m,c+p",  # s = s + A(n(s)) + M(n(s)) (GPT-J; PaLM, arXiv:2204.02311), behind the memory's sum
@@ -1019,248 +1267,3 @@ BLOCK: dict[str, str | Callable[[ModelConfig, int], list[Sum]]] = {  # name -> i
     "simplified_parallel": simplified_parallel,
 }
 ModelConfig.NAMES = {"block": BLOCK}
-
-
-class Block(nn.Module):
-    """One layer: the sums of its string, or of a function of BLOCK, one after the other."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        build = BLOCK.get(cfg.block)
-        self.sums = nn.ModuleList(build(cfg, layer) if callable(build) else from_string(cfg, layer))
-        names = [name for each in self.sums for name in each.names]
-        if len(set(names)) < len(names):  # their initial weights would be equal
-            raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
-
-    def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
-        for add_to in self.sums:
-            s = add_to(s, inputs)
-        return s
-
-
-# ---- Model
-
-
-class Stack(nn.Module):
-    """The blocks and the last norm: the encoder, and the base class of Model."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        self.cfg = cfg
-        if not any(reader.source == "context" and n for reader, n in cfg.readers):
-            refuse(cfg, "block n_layer", "a layer has no c, so no token would see another; add one")
-        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
-        self.norm = norm(cfg, "last")
-        self.position_table = partial(POSITION[cfg.pos][1].table, cfg)
-
-    def inputs(
-        self, idx: Tensor, t: Tensor, x: Tensor, docs: Tensors | None = None, memory: Maybe = None,
-        memory_docs: Tensors | None = None,
-    ) -> Inputs:  # fmt: skip
-        """What the blocks read besides the stream x (B, T, C) of the tokens idx (B, T) at t (T,)."""
-        table = self.position_table(t, torch.promote_types(x.dtype, torch.float32))
-        place = None if docs is None else positions_in(docs, t)
-        return Inputs(table, docs, memory, memory_docs, idx, place)
-
-    def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
-        x = self.first_norm(x).to(x.dtype)
-        inputs = inputs._replace(shared=Shared())
-        for block in self.blocks:
-            x = block(x, inputs)
-        return self.norm(x)
-
-
-class Model(Stack):
-    """Computes logits or the loss from token ids. seed determines the initial weights; None draws a seed from torch's
-    global generator.
-
-    With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers
-    that never decrease along a row: a token sees only its own document, and a document of docs reads that of
-    source_docs. Padding is a document of its own. doc_starts (B, n) and source_doc_starts (B, n), the first tokens of
-    documents 0 ... n - 1, let CUDA compute them in one kernel.
-    """
-
-    def __init__(self, cfg: ModelConfig, seed: int | None = None):
-        if cfg.vocab_size == 0:
-            refuse(cfg, "vocab_size", "this means the data's, and here there is no data; set it")
-        check_layer(cfg)
-        super().__init__(cfg)
-        self.wte = embedding(cfg, cfg.vocab_rows, "vocab")
-        self.pos = POSITION[cfg.pos][0](cfg)
-        self.head = Linear(cfg, cfg.n_embd, cfg.vocab_rows, "vocab", bias=False)
-        self.encoder = None
-        if cfg.objective == "seq2seq":
-            flags = copy(cfg)
-            flags.objective = "masked"
-            flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
-            self.encoder = Stack(flags)
-        self.chunk_loss = ops.chunk_loss  # or it compiled, or that of tensor parallelism
-        self.n_targets = None  # or the number of targets of all micro-batches of a step
-        self.tie()
-        check_initial(self)
-        if self.wte.weight.is_meta:
-            return
-        if seed is None:
-            seed = int(torch.randint(2**62, (), device="cpu"))
-        self.init_weights(seed)
-
-    def tie(self):
-        """Make head and embedding one parameter again. Call it after parameters were replaced."""
-        if self.cfg.tie_weights:
-            self.head.weight = self.wte.weight
-
-    @torch.no_grad()
-    def init_weights(self, seed: int):
-        for name, p in self.named_parameters():
-            p.copy_(self.initial_weight(name, seed, p.shape, (0,) * p.dim(), p.shape, p.device))
-
-    def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
-        """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
-        depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
-        so that attn of layer 3 starts with the same weights under every --block."""
-        layer, _, kind = name.rpartition(".")
-        value = self.get_submodule(layer).initial[kind]
-        if not isinstance(value, Normal):  # a number, or a tensor of this shape
-            part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
-            return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
-        key = re.sub(r"sums[.][0-9]+[.]", "", name)
-        drawn = value.std * ops.normal(f"{seed} {key}", shape, start, size, device)
-        row = torch.arange(start[0], start[0] + size[0], device=device) % value.period
-        drawn[row < value.zero] = 0
-        return drawn
-
-    def forward(
-        self, idx: Tensor, targets: Maybe = None, docs: Maybe = None, source: Maybe = None, source_docs: Maybe = None,
-        doc_starts: Maybe = None, source_doc_starts: Maybe = None,
-    ) -> Tensor:  # fmt: skip
-        """idx (B, T) -> logits (B, T, V) float32; with targets (B, T), the mean loss in nats over targets >= 0."""
-        own = documents(docs, docs, doc_starts, doc_starts)  # each is None if there are no documents
-        of_source = documents(source_docs, source_docs, source_doc_starts, source_doc_starts)
-        memory = self.encode(source, of_source)
-        if memory is not None and (docs is None) != (source_docs is None):
-            raise ValueError("docs and source_docs belong together; pass both or neither")
-        of_memory = documents(docs, source_docs, doc_starts, source_doc_starts)
-        x = self.hidden(idx, 0, own, memory, of_memory)
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x, targets)
-
-    def encode(self, source: Maybe, docs: Tensors | None = None) -> Maybe:
-        """source (B, S) -> the encoder's output (B, S, C), called memory; None without encoder. docs as in a Mask."""
-        if (source is None) != (self.encoder is None):
-            raise ValueError("objective=seq2seq needs a source, and other models read none")
-        if source is None:
-            return None
-        x, t = self.embed(source, 0, docs)
-        return self.encoder.through_blocks(x, self.encoder.inputs(source, t, x, docs))
-
-    def hidden(
-        self, idx: Tensor, start: int = 0, docs: Tensors | None = None, memory: Maybe = None,
-        memory_docs: Tensors | None = None,
-    ) -> Tensor:  # fmt: skip
-        """idx (B, T), whose first token has position `start` -> the stream that the head reads, (B, T, C). docs and
-        memory_docs as in a Mask."""
-        x, t = self.embed(idx, start, docs)
-        return self.through_blocks(x, self.inputs(idx, t, x, docs, memory, memory_docs))
-
-    def embed(self, idx: Tensor, start: int, docs: Tensors | None = None) -> Tensors:
-        """idx (B, T), whose first token has position `start` -> the stream (B, T, C), positions (T,)."""
-        cfg = self.cfg
-        T = idx.size(1)
-        if T > cfg.block_size:
-            raise ValueError(f"a sequence of {T} tokens does not fit in block_size={cfg.block_size}; crop it")
-        t = self.positions(torch.arange(start, start + T, device=idx.device))
-        position = t
-        if docs is not None and cfg.doc_positions:
-            position = positions_in(docs, t)
-        x = self.wte(idx)
-        if cfg.embed_scale != 1:
-            x = x * cfg.embed_scale
-        x = ops.dropped(self.pos(x, position), cfg.dropout * self.training)
-        return x.to(stream_dtype(cfg, x)), t
-
-    def positions(self, t: Tensor) -> Tensor:
-        """Numbers of the tokens that this process is given, (T,) -> their positions in the text."""
-        return t
-
-    def head_weight(self) -> Tensor:
-        """The head's weight (V, C), without its padding rows."""
-        if self.cfg.vocab_rows == self.cfg.vocab_size:
-            return self.head.weight
-        return self.head.weight[: self.cfg.vocab_size]
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        logits = F.linear(x, self.head_weight())
-        return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x (B, T, C), targets (B, T) -> the mean in nats over targets >= 0."""
-        targets = targets.flatten()
-        return self.mean(self.cross_entropy(x.flatten(0, 1), targets), targets)
-
-    def cross_entropy(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x (N, C), targets (N,) -> the sum in nats over targets >= 0, without all logits at once."""
-        cfg = self.cfg
-        return ops.cross_entropy(x, self.head_weight(), targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss)
-
-    def mean(self, total: Tensor, targets: Tensor) -> Tensor:
-        """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
-        if self.n_targets is not None:
-            return total / self.n_targets
-        return total / (targets >= 0).sum().clamp(min=1)
-
-    def n_params(self) -> int:
-        """Number of trainable parameters; a tied head counts once."""
-        return sum(p.numel() for p in self.parameters())
-
-
-def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> Tensors | None:
-    """Mask.docs for the document numbers of queries (B, T) and keys (B, S), and the first tokens of documents, if
-    known. None without documents."""
-    if queries is None or keys is None:
-        return None
-    if starts is None and key_starts is None:
-        return queries, keys
-    return queries, keys, ops.boundaries(starts, queries.size(1)), ops.boundaries(key_starts, keys.size(1))
-
-
-def positions_in(docs: Tensors, t: Tensor) -> Tensor:
-    """Tokens at t (T,) of a text with these documents -> the position of each in its document, (B, T)."""
-    numbers = docs[1].contiguous()
-    return t - torch.searchsorted(numbers, numbers[:, t])
-
-
-def stream_dtype(cfg: ModelConfig, x: Tensor) -> torch.dtype:
-    """The dtype of a residual stream that begins with x."""
-    narrow = ops.matmul_dtype(x)
-    if ops.wide_stream(cfg.fp32_residual, x.device, narrow):
-        return x.dtype
-    return narrow
-
-
-def check_initial(model: nn.Module):
-    """ValueError names a parameter whose module does not say what it begins with, or into which __init__ has written,
-    or a buffer: a model that is built in parts, without memory, would lose these values."""
-    for path, module in model.named_modules():
-        declared = getattr(module, "initial", {})
-        reset = getattr(module, "reset_parameters", None)
-        drawn = reset is not None and reset.__module__ != __name__  # by PyTorch, whose layers do so when they are made
-        for name, p in module.named_parameters(recurse=False):
-            if p.dim() == 0:
-                raise ValueError(f"{path}.{name} has no dimensions, one of which FSDP cuts; give it the shape (1,)")
-            fault = ""
-            if name not in declared:
-                fault = "begins with no declared values;"
-            elif p._version > 0 and not drawn:
-                fault = "is written in __init__; instead,"
-            if fault:
-                value = "Normal(0.02)" if p.dim() > 1 else "0.0"
-                remedy = f'give its {type(module).__name__} an initial = {{"{name}": {value}}}, or others'
-                raise ValueError(f"{path}.{name} {fault} {remedy}")
-        for name, value in declared.items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise ValueError(f"initial[{name!r}] of {path} has no values; make this tensor with device='cpu'")
-    for name, _ in model.named_buffers():
-        raise ValueError(f"{name} is a buffer, whose values a model built in parts loses; compute it in forward")

@@ -209,7 +209,7 @@ engine/parallel/sharded.py: The tied weight, which both ends of a pipeline have,
   - (name not in self.counted_elsewhere) / math.sqrt(copies)
   + 1 / math.sqrt(copies)
   tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
-model.py: What __init__ writes into a layer of ours, such as nn.init.zeros_, is replaced without a word.
+engine/parallel/initial.py: What __init__ writes into a layer of ours, such as nn.init.zeros_, is lost without a word.
   - if p._version > 0 and not drawn:
   + if p._version > 1 and not drawn:
   tests/model/test_initial.py::test_other_values_are_refused_by_name

@@ -26,6 +26,7 @@ from engine import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
+from engine.parallel.initial import check_initial
 from engine.parallel.owners import Part, Weight, local, place
 from engine.parallel.ranks import Ranks, of_first_rank, to_first_rank
 from engine.parallel.recomputation import recompute
@@ -61,6 +62,7 @@ class ShardedModel:
         self.even = objective_class(cfg).even
         with torch.device("meta"):
             self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
+        check_initial(self.model)
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.has_loss = True  # False in all stages of a pipeline but the last
         self.cut_by_ep: Sequence[str] = ()  # names of parameters, in the order of the model
