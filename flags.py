@@ -340,7 +340,7 @@ class LayerFlags(Flags):
 
     @property
     def strings(self) -> list[str]:
-        """A string for each layer, in turn. Of a block that a function makes, it tells attention and the MLP alone."""
+        """A string for each layer, in turn. If a function makes the block, c,p stands for its attention and MLP."""
         names = self.NAMES["block"]
         if re.fullmatch(r"[A-Za-z_]\w+", self.block) and not self.has_name:
             near = difflib.get_close_matches(self.block, names, 1) or [", ".join(names)]

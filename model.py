@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import ops
 from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse
-from ops import Mask  # by such a line, transformers finds the files of an exported model
+from ops import Mask  # transformers copies the file of each such line when it loads an exported model
 
 
 @dataclass
@@ -483,7 +483,7 @@ class MLP(nn.Module):
         return self.out(self.read(x))
 
     def read(self, x: Tensor, *ends: Tensor) -> Tensor:
-        """x (..., C) -> (..., C). Of experts, x has their rows, and `ends` their ends, see ExpertLinear."""
+        """x (..., C) -> (..., C). Experts pass the rows of all of them as x, and where each one's end as `ends`."""
         scores = self.up(x, *ends).unflatten(-1, (-1, sum(self.pieces)))
         hidden = self.phi(*scores.split(self.pieces, dim=-1))  # (..., F / unit, unit)
         return self.down(hidden.flatten(-2), *ends)
@@ -530,7 +530,7 @@ class Heads(nn.Module):
             self.out = Linear(cfg, width, cfg.n_embd, "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        q, k, v = self.project(x, inputs)  # (B, H, T, D), and twice (B, heads, T or S, D)
+        q, k, v = self.project(x, inputs)  # q (B, H, T, D); k and v (B, heads, S, D), where S is T but for a memory
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
         return self.out(y.flatten(2))  # (B, T, C)
 
@@ -580,7 +580,7 @@ class Heads(nn.Module):
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """phi of all scores, times the values. A variant works with slots, shaped and cross attention too."""
+        """phi of all scores, times the values. All kinds of attention call this function, so a variant goes here."""
         slots = None
         if self.reader.slots == "joint_slots":
             slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
@@ -622,8 +622,8 @@ class Attention(Heads):
         return q, k, v
 
     def values_of(self, idx: Tensor) -> Tensor:
-        """idx (B, T) -> each head's vectors of these tokens (B, heads, T, D), as sums of one row. The gradients of an
-        index and, in a compiled graph, of F.embedding are added by several threads in no fixed order."""
+        """idx (B, T) -> each head's vectors of these tokens (B, heads, T, D). Each is a sum of one row, because threads
+        add up the gradients of an index, or of F.embedding in a compiled graph, in no fixed order."""
         heads, V, D = self.of_token.shape
         rows = idx[:, None] + V * torch.arange(heads, device=idx.device)[:, None]  # of a table (heads V, D)
         y = F.embedding_bag(rows.reshape(-1, 1), self.of_token.flatten(0, 1), mode="sum")
@@ -714,8 +714,8 @@ def norm(cfg: ModelConfig, role: str) -> nn.Module:
 
 
 def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
-    """nn.Embedding without draws of its own, which init_weights replaces, and which take a second on the meta device:
-    they import torch._dynamo."""
+    """nn.Embedding without values. PyTorch would draw some, which import torch._dynamo for a second on the meta device,
+    and init_weights would replace them."""
     table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
     table.initial = {"weight": Normal(cfg.init_std)}
     return with_role(table, role)
@@ -746,7 +746,7 @@ class AttentionPosition(nn.Identity):
 
     @classmethod
     def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
-        """For positions t (T,), tensors (T, n), or (H, T, n) with a row for each head."""
+        """What all layers read of the positions t (T,): tensors (T, n), or (H, T, n) if each head has its own."""
         return ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
@@ -989,7 +989,7 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     return 1 - ((torch.arange(n, device=f.device) - first) / length).clamp(0, 1)
 
 
-# name -> (frequencies f (n,), cfg, numbers of the flag) -> how far each f stays as it is: 1, or 0 for f / factor (n,)
+# Each function maps frequencies (n,) to numbers from 0 to 1 (n,): 1 keeps a frequency, and 0 divides it by the factor.
 ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
 
 

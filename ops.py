@@ -154,8 +154,8 @@ def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, loop: Callable | None) -> Tensor:
     """x_r W_e^T + b_e, where e is the expert of row r: the first one's rows are those before ends_0, the second one's
-    those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). `loop` replaces
-    linear_by_linear, which computes what PyTorch's kernel does not take."""
+    those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). What
+    PyTorch's kernel does not take, `loop` computes, or linear_by_linear if it is None."""
     dtype = matmul_dtype(x)
     x = x.to(dtype)
     weight = weight.to(dtype)
@@ -497,8 +497,8 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
-    chunk by chunk. options: the softcap, rows of a chunk, chunk_loss, and whether there is a backward. That multiplies
-    the stored gradients in place by the incoming one, which contains the loss scale of float16, and so works once."""
+    chunk by chunk. options: the softcap, rows of a chunk, chunk_loss, and whether there is a backward. The backward
+    works once, because it multiplies the stored gradients in place by the incoming one, which has float16's scale."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, options: tuple) -> Tensor:

@@ -238,7 +238,7 @@ class Run:
         stepper.optimizer.set_lr(lr)
         loss = stepper.backward(self.batches, self.step)
         grad_norm = stepper.clip()
-        self.stop.listen()  # on all ranks: the norm needs them all, so no rank has ended in its first step
+        self.stop.listen()  # only now, because the norm has waited for all ranks to compute their first step
         finite = stepper.is_finite(loss, grad_norm)
         left_out = self.watch.look(self.step, finite, grad_norm)
         if left_out:

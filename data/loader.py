@@ -161,10 +161,10 @@ def _send(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, tor
 class Loader(Iterator):
     """Yields training batches without end, from sample `start` on: dicts of Model.forward's arguments, by name.
 
-    A step is `micro_steps` micro-batches on each of `data_size` data-parallel ranks, of which this is `data_rank`; one
-    number holds for all steps, several are those of the steps from `start` on. The mixture has been as it is since the
-    sample `since`, and `read` are the samples of each source before `start`, by default those that it gives. A thread
-    prepares the next two batches, and next() raises its exceptions. Call close() at the end.
+    A step is `micro_steps` micro-batches on each of `data_size` data-parallel ranks, of which this is `data_rank`. If
+    micro_steps are several numbers, they are those of the steps from `start` on. The weights of the mixture hold since
+    sample `since`, and `read` counts the samples of each source before `start`; None counts them by these weights. A
+    thread prepares the next two batches, and next() raises its exceptions. Call close() at the end.
     """
 
     AHEAD = 2  # batches prepared before they are asked for

@@ -181,7 +181,7 @@ class CausalPairs(Causal):
 
     def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
         targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]
-        # A document begins at each mark from FIRST on, of which PADDING is one, but in padding only once
+        # A document begins at each mark from FIRST on. PADDING is one, and all padding of a row is one document
         begins = (marks >= FIRST) & np.pad(marks < PADDING, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
         docs = np.cumsum(begins, axis=1)[:, :-1]
         return {"idx": window[:, :-1], "targets": torch.from_numpy(targets), "docs": torch.from_numpy(docs)}

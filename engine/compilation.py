@@ -82,7 +82,7 @@ def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = F
     choose_folder()
     config = torch._dynamo.config
     config.optimize_ddp = False  # in DDP's forward it would cut each block into pieces; our graphs are small already
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # what experts note down once is enough
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # recomputation need not repeat them
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     torch._functorch.config.graphsafe_rng_functionalization = False  # no checkpoint has its generators
     torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choices by timings

@@ -244,8 +244,9 @@ def state_bytes(optimizer: type[UpdateRule], numbers: int) -> int:
 
 
 class Optimizer:
-    """The optimizer of a run. parts maps each of its optimizers to its peak learning rate, relative to
-    cfg.learning_rate; None leaves it as it is. All state exists from the start, so a checkpoint is loaded in place."""
+    """The optimizer of a run. parts maps each of its optimizers to its peak learning rate as a multiple of
+    cfg.learning_rate, or to None if its rate does not change. All state exists from the start, because a checkpoint is
+    loaded in place."""
 
     def __init__(self, parts: dict[UpdateRule, float | None]):
         self.parts = parts

@@ -59,8 +59,8 @@ def place(weight: Weight, rank: int) -> tuple[tuple[slice, ...], int]:
 
 class Owners:
     """Gives each matrix an owner among the ranks of the group, which share it, and sends its updates there and back in
-    `dtype`. Each matrix, the largest first, goes to the rank that has the least work so far. If ranks hold copies of a
-    part, the rank that belongs to the same copy of the matrix as the owner sends it."""
+    `dtype`. Each matrix, the largest first, goes to the rank that has the least work so far. If several ranks hold one
+    part, the one in the owner's copy of the matrix sends it."""
 
     def __init__(self, matrices: dict[Hashable, Weight], group: ProcessGroup, dtype: torch.dtype):
         self.matrices = matrices

@@ -185,7 +185,7 @@ class ShardedModel:
 
     def backward(self, batches: Iterator, micro_steps: int, scaler: torch.amp.GradScaler) -> Tensor:
         """Set p.grad to the gradient of a step's loss, the mean over the targets of all micro-batches of all ranks.
-        Returns this rank's term: its mean over the ranks of the last stage is the loss; in earlier stages it is 0."""
+        Returns this rank's share: the loss is its mean over the ranks of the last stage. Earlier stages return 0."""
         parts = (self.batch(next(batches)) for _ in range(micro_steps))
         if not self.even:
             parts = [*parts]
