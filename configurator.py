@@ -32,7 +32,7 @@ import torch
 from data.errors import require
 from engine.help import alternatives, choices, like, usage
 from engine.retired import is_retired
-from flags import Flags, check_limits, check_rules, documented, holds, refuse, refuse_unused, rests_on, setting, unused
+from flags import Flags, check_limits, check_rules, refuse, refuse_unused, rests_on, setting, unused
 from model import Model, ModelConfig
 
 T = TypeVar("T")
@@ -131,15 +131,15 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
         if name in given:
             overruled.add(name)
             leave_out(cfg, name, why, settings, given, defaults)
-    while without_effect := [name for name in unused(cfg) if name in settings]:
+    while without_effect := {name: rules for name, rules in unused(cfg).items() if name in settings}:
         reasons = {}
-        for name in without_effect:
-            others = rests_on(cfg, [rule for rule in documented(cls)[name].rules if not holds(cfg, rule)])
+        for name, rules in without_effect.items():
+            others = rests_on(cfg, rules)
             by_user = any(other in overruled or cfg.sources.get(other) == COMMAND_LINE for other in others)
             if by_user and settings[name].place != COMMAND_LINE:
                 overruled.add(name)
             elif settings[name] is given.get(name):
-                refuse_unused(cfg, name)
+                refuse_unused(cfg, name, rules)
             states = [f"{other}={getattr(cfg, other)}" for other in others if other != name]
             reasons[name] = f"it does not go with {', '.join(states)}"
         for name, why in reasons.items():  # beside its default, others may have no effect

@@ -21,6 +21,7 @@ import re
 import textwrap
 import tokenize
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -54,9 +55,9 @@ class Flags:
 
     def __post_init__(self):
         check_limits(self)
-        for name in unused(self):
+        for name, rules in unused(self).items():
             if getattr(self, name) != getattr(type(self), name):
-                refuse_unused(self, name)
+                refuse_unused(self, name, rules)
 
 
 def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
@@ -86,9 +87,8 @@ def check_limits(cfg: Flags):
                 refuse(cfg, name, f"must be {limit}")
 
 
-def refuse_unused(cfg: Flags, name: str) -> NoReturn:
-    """Raise ValueError: the flag has no effect beside the others, or is never so."""
-    rules = [rule for rule in documented(type(cfg))[name].rules if not holds(cfg, rule)]
+def refuse_unused(cfg: Flags, name: str, rules: list[str]) -> NoReturn:
+    """Raise ValueError: these rules of the flag do not hold."""
     words = in_words(type(cfg), " and ".join(rules))
     others = rests_on(cfg, rules)
     if others == [name]:
@@ -97,9 +97,13 @@ def refuse_unused(cfg: Flags, name: str) -> NoReturn:
     refuse(cfg, name, f"used only with {words}, and here {states}; leave it out or change {' or '.join(others)}")
 
 
-def unused(cfg: Flags) -> list[str]:
-    """The flags that have no effect beside the others."""
-    return [name for name, flag in documented(type(cfg)).items() if not all(holds(cfg, rule) for rule in flag.rules)]
+def unused(cfg: Flags) -> dict[str, list[str]]:
+    """The flags that have no effect beside the others -> their rules that do not hold."""
+    found = {}
+    for name, flag in documented(type(cfg)).items():
+        if rules := [rule for rule in flag.rules if not holds(cfg, rule)]:
+            found[name] = rules
+    return found
 
 
 def rests_on(cfg: Flags, rules: list[str]) -> list[str]:
@@ -328,6 +332,11 @@ def check_reader(cfg: "LayerFlags", reader: Reader):
             refuse(cfg, "block pos n_head", "the slopes are those of all heads; leave /n out, or set pos=rope")
 
 
+def fact_of_readers(words: str, test: Callable[[Reader], bool]) -> property:
+    """A fact, in these words: whether the test holds for a reader of some layer."""
+    return property(lambda cfg: any(test(reader) for reader, _ in cfg.readers), doc=words)
+
+
 class LayerFlags(Flags):
     """The base class of ModelConfig: what follows from its flags, mostly about the readers of each layer."""
 
@@ -382,8 +391,8 @@ class LayerFlags(Flags):
             wiring = [self.block, *self.strings]
         else:
             wiring = [self.sums(layer) for layer in range(max(self.n_layer, self.n_encoder_layer))]
-        same = {"block": wiring, "n_dense_layer": 0, "attention": "", "n_kv_head": self.kv_heads}
-        return same | {"head_dim": self.head_size}
+        heads = {"attention": "", "n_kv_head": self.kv_heads, "head_dim": self.head_size}
+        return heads | {"block": wiring, "n_dense_layer": 0}
 
     @property
     def useless(self) -> dict[str, str]:
@@ -441,33 +450,14 @@ class LayerFlags(Flags):
         return self.block.startswith("simplified") and self.norm_placement == "none"
 
     @property
-    def has_p(self) -> bool:
-        """a p in layer"""
-        return any(reader.dense for reader, _ in self.readers)
-
-    @property
-    def has_e(self) -> bool:
-        """a layer with experts"""
-        return any(reader.source == "experts" for reader, _ in self.readers)
-
-    @property
     def has_even_c(self) -> bool:
         """a c in layer 0, 2, 4, ..."""
         n_layer = max(self.n_layer, self.n_encoder_layer)
         even = range(0, min(n_layer, 2 * len(self.strings)), 2)  # after which the strings repeat
         return any(reader.source == "context" for layer in even for readers in self.sums(layer) for reader in readers)
 
-    @property
-    def has_map(self) -> bool:
-        """a p or e without another map"""
-        return any(reader.phi == "mlp" for reader, _ in self.readers)
-
-    @property
-    def has_soft_slots(self) -> bool:
-        """slots with a softmax"""
-        return any(reader.slotted and reader.phi == "softmax" for reader, _ in self.readers)
-
-    @property
-    def has_slots(self) -> bool:
-        """slots (s, c.own_slots or c.joint_slots)"""
-        return any(reader.slotted for reader, _ in self.readers)
+    has_p = fact_of_readers("a p in block", lambda reader: reader.dense)
+    has_e = fact_of_readers("a layer with experts", lambda reader: reader.source == "experts")
+    has_map = fact_of_readers("a p or e without another map", lambda reader: reader.phi == "mlp")
+    has_slots = fact_of_readers("slots (s, c.own_slots or c.joint_slots)", lambda reader: reader.slotted)
+    has_soft_slots = fact_of_readers("slots with a softmax", lambda reader: reader.slotted and reader.phi == "softmax")

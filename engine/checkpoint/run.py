@@ -27,9 +27,10 @@ from engine.parallel.connection import may_restart
 from engine.parallel.owners import Part
 from engine.parallel.ranks import of_all_ranks, of_first_rank, together
 from engine.parallel.sharded import ShardedModel
+from engine.plan.accounting import skeleton
 from engine.step import Step
 from flags import documented, flags_of_data, refuse, setting, unused
-from model import Model, ModelConfig
+from model import ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
 SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
@@ -135,8 +136,7 @@ def check_same_model(cfg, flags: dict, path: Path):
 
 def layout(cfg) -> dict[str, tuple]:
     """The name of each parameter -> (its shape, the matrices of its rows). Equal layouts have each other's weights."""
-    with torch.device("meta"):
-        model = Model(cfg)
+    model = skeleton(cfg)
     found = {}
     for name, p in model.named_parameters():
         shape = checkpoint.unpadded(f"model.{name}", p.shape, cfg.vocab_size)

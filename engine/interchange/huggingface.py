@@ -22,8 +22,9 @@ from data.errors import reason, require
 from engine.checkpoint import contents
 from engine.interchange.config import Family
 from engine.interchange.families import FAMILIES, choose
+from engine.plan.accounting import skeleton
 from engine.retired import translated
-from model import Model, ModelConfig
+from model import ModelConfig
 
 AGAIN = "download all files of the folder again, or write it with transformers' save_pretrained"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # others are of quantised models
@@ -55,8 +56,7 @@ OWN = Own("SuperblockForCausalLM", {}, {}, {}, layers="model.")
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: p.shape for name, p in Model(cfg).named_parameters()}
+    return {name: p.shape for name, p in skeleton(cfg).named_parameters()}
 
 
 def to_theirs(family: Family, cfg: ModelConfig, config: dict, name: str, x: Tensor) -> dict[str, Tensor]:

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from engine.parallel.owners import local
-from engine.parallel.ranks import Ranks
-from engine.parallel.stages import layers
+from engine.parallel.ranks import Ranks, layers_of_stage
 from model import Model, Shared, stream_dtype
 
 DIVIDED = ("blocks", "wte", "pos", "first_norm", "norm", "head")  # attributes of a Model, each of which a stage owns
@@ -50,7 +49,7 @@ def keep_stage(model: Model, rank: int, n_ranks: int) -> set[str]:
     weight stays on both ends. Returns the names of the parameters that another rank has too and counts."""
     check_model(model, n_ranks)
     n_layer = model.cfg.n_layer
-    for layer in {*range(n_layer)}.difference(layers(n_layer, rank, n_ranks)):
+    for layer in {*range(n_layer)}.difference(layers_of_stage(n_layer, rank, n_ranks)):
         delattr(model.blocks, str(layer))  # del model.blocks[layer] would renumber the other blocks
     if rank > 0:
         model.pos = nn.Identity()

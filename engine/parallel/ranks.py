@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
-from engine.parallel import context, expert, stages, tensor
+from engine.parallel import context, expert, tensor
 from engine.parallel.connection import connect, environment
 from flags import refuse
 
@@ -94,8 +94,10 @@ def check_layout(cfg, size: int):
         context.check(cfg)
     if cfg.ep > 1:
         expert.check(cfg, data // cfg.dp_replicate)
-    if cfg.pp > 1:
-        stages.check(cfg)
+    if cfg.pp > 1 and cfg.objective == "seq2seq":
+        refuse(cfg, "pp objective", "a pipeline cuts one stack of blocks, and here are two; use tp")
+    if cfg.n_layer < cfg.pp:
+        refuse(cfg, "pp n_layer", "each stage needs a block; set pp lower")
 
 
 def check_micro_batches(cfg, data: int):
@@ -116,6 +118,13 @@ def check_micro_batches(cfg, data: int):
         refuse(cfg, "batch_ramp pp", f"a pipeline's schedule is fixed; set pp=1, {over}")
     if any(n % data for n, _ in cfg.ramp):
         refuse(cfg, "batch_ramp", f"not divisible by {ranks}; set multiples of {data}, {over}")
+
+
+def layers_of_stage(n_layer: int, stage: int, n_stages: int) -> range:
+    """The layers of a stage of a pipeline. The first has at least as many as any other."""
+    first = -(-n_layer * stage // n_stages)
+    end = -(-n_layer * (stage + 1) // n_stages)
+    return range(first, end)
 
 
 def data_ranks(cfg, size: int) -> int:

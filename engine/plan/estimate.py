@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import ops
 from data.objective import objective_of
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, state_bytes
-from engine.parallel import context, expert, ranks, stages, tensor
+from engine.parallel import context, expert, ranks, tensor
 from engine.parallel.fsdp import kept_whole
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import load_biases
@@ -103,7 +103,7 @@ class Rank:
         self.lengths = objective_of(cfg, cfg.vocab_size, eot=0).lengths
         width = 4 if cfg.fp32_residual else self.width
         self.streams = [width * cfg.batch_size * n * cfg.n_embd // cfg.cp // cfg.tp for n in self.lengths]
-        self.stages = [stages.layers(cfg.n_layer, stage, cfg.pp) for stage in range(cfg.pp)]
+        self.stages = [ranks.layers_of_stage(cfg.n_layer, stage, cfg.pp) for stage in range(cfg.pp)]
         self.n_layer = len(self.stages[0])  # no stage has more
         self.model = skeleton(cfg)
         if cfg.pp > 1:

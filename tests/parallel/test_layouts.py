@@ -18,10 +18,9 @@ from configurator import parse
 from engine.config import Config
 from engine.parallel.context import local_pieces
 from engine.parallel.pipeline import StageModel, keep_stage
-from engine.parallel.ranks import check_layout, join
+from engine.parallel.ranks import check_layout, join, layers_of_stage
 from engine.parallel.recomputation import KEPT, MATMULS, recompute
 from engine.parallel.sharded import ShardedModel
-from engine.parallel.stages import layers
 from model import Model
 from tests.helpers import (
     IN_FLOAT64,
@@ -408,7 +407,7 @@ def test_blocks_are_spread_evenly_and_a_later_stage_begins_with_the_stream():
             model = Model(parse(Config, [*TINY, f"--n_layer={n_layer}", "--vocab_size=31", "--dropout=0.5"]))
             keep_stage(model, rank, ranks)
             found.append(len(model.blocks))
-            assert [*model.blocks._modules] == [str(layer) for layer in layers(n_layer, rank, ranks)]
+            assert [*model.blocks._modules] == [str(layer) for layer in layers_of_stage(n_layer, rank, ranks)]
             if rank > 0:
                 stage = StageModel(model, nullcontext, first=False)
                 stage.received = torch.randn(2, 12, 16)
