@@ -57,7 +57,7 @@ class Tokenizer:
         """The text of `ids` that continue another text: a blank at its beginning stays."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path | str):
         """Writes the file from which the tokenizer is read again into `folder`, if it has one."""
 
     @classmethod
@@ -181,7 +181,7 @@ class GPT2Tokenizer(Tokenizer):
             remedy = "set TIKTOKEN_CACHE_DIR to a folder that has them, go online once, or use tokenizer byte or char"
             raise ValueError(f"tokenizer gpt2 cannot fetch its merges ({type(e).__name__}); {remedy}") from e
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path | str):
         if self.path or "table" in vars(self):  # it is not fetched for this
             write_file(Path(folder) / self.file, self.table)
 

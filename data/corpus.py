@@ -153,7 +153,7 @@ class Corpus:
     def tokens(self, split: str) -> int:
         return self.out.splits.get(split, {"tokens": 0})["tokens"]
 
-    def write(self) -> None:
+    def write(self):
         """Writes all documents, saves after each full shard, and checks that both splits can be used."""
         file, row, number = self.out.place or (0, 0, 0)
         if number:
@@ -194,7 +194,7 @@ class Corpus:
         return remedy
 
 
-def prepare(args: argparse.Namespace, files: list[str]) -> None:
+def prepare(args: argparse.Namespace, files: list[str]):
     """Prepares the data set of these files that the flags of `main` describe."""
     plain = [f for f in files if not RECORDS.search(f)]
     single = args.documents == "file" and len(files) == len(plain) == 1 and not args.separator
@@ -227,7 +227,7 @@ def prepare(args: argparse.Namespace, files: list[str]) -> None:
 
 def check_flags(
     args: argparse.Namespace, val_fraction: float, pairs: tuple[str, ...], files: list[str], plain: list[str]
-) -> None:
+):
     """ValueError for a flag that is not possible or has no effect; `plain` are the files that hold no records."""
     for name, least in (("threads", 1), ("shard_tokens", 1), ("shards", 0)):
         value = getattr(args, name)
@@ -243,7 +243,7 @@ def check_flags(
     require(used, f"separator={args.separator!r} has no effect on records, or with --documents; leave one of them out")
 
 
-def main(doc: str, here: str, default: str | None = None) -> None:
+def main(doc: str, here: str, default: str | None = None):
     """A command that prepares files and data sets of the hub, those of `default` unless --input gives others."""
     flags = Parser(doc, here)
     what = "file, pattern, folder, or hf:OWNER/NAME[@REVISION][:CONFIG] of the hub; may be repeated"

@@ -152,12 +152,12 @@ def _read_start(path: Path, n: int) -> tuple[bytes, int]:
         return f.read(n), os.fstat(f.fileno()).st_size
 
 
-def _check_size(path: Path, size: int, expected: int) -> None:
+def _check_size(path: Path, size: int, expected: int):
     fact = f"has {size} bytes, and its header or .idx gives {expected}, so it is truncated or too long"
     check(size == expected, path, fact)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes):
     """Writes a file atomically, and makes its folder; see new_file."""
     with new_file(path) as f:
         f.write(content)
@@ -191,7 +191,7 @@ def new_file(path: Path, mark: bytes = b"") -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
-def fsync(path: Path) -> None:
+def fsync(path: Path):
     """Makes the bytes of a file, or the names in a folder, survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -211,12 +211,12 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check(condition: object, path: Path, fact: str, remedy: str = "") -> None:
+def check(condition: object, path: Path, fact: str, remedy: str = ""):
     if not condition:
         raise problem(path, fact, remedy)
 
 
-def check_own(own: bool, folder: Path, flag: str) -> None:
+def check_own(own: bool, folder: Path, flag: str):
     """ValueError if a folder is not the `own` one of a command, and has a file of KINDS."""
     for file in sorted(folder.glob("*")):
         free = own or not re.fullmatch(KINDS, file.name)

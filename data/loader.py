@@ -148,7 +148,7 @@ def document_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.replace("docs", "doc_starts"): torch.searchsorted(x, first[name]) for name, x in docs.items()}
 
 
-def read_windows(stream: TokenStream, bounds: np.ndarray, out: np.ndarray) -> None:
+def read_windows(stream: TokenStream, bounds: np.ndarray, out: np.ndarray):
     """Fills the beginning of row i of `out`, int64 (B, N), with the tokens from bounds[i, 0] up to bounds[i, 1]."""
     for (start, end), row in zip(bounds.tolist(), out, strict=True):
         row[: end - start] = stream.read(start, end)
@@ -230,7 +230,7 @@ class Loader(Iterator):
             yield from range(first, first + share, self.batch_size)
             start += self.data_size * share
 
-    def _work(self, start: int) -> None:
+    def _work(self, start: int):
         starts = self._starts(start)
         try:
             # Many batches are planned at once, because a call of `permute` costs more than its samples.
@@ -254,7 +254,7 @@ class Loader(Iterator):
         self._wanted.release()
         return _send(batch, self.device)
 
-    def close(self) -> None:
+    def close(self):
         """Ends the thread. A second call does nothing."""
         self.closed = True
         self._wanted.release()

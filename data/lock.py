@@ -49,7 +49,7 @@ def _holds(folder: Path) -> bool:
     return os.path.exists(file) and os.path.samestat(os.fstat(HELD[folder]), os.stat(file))
 
 
-def lock_again(folder: str | Path, flag: str) -> None:
+def lock_again(folder: str | Path, flag: str):
     """Make and lock a folder anew, and say so, if the one that this process has locked was moved or deleted."""
     folder = user_path(folder)
     if not _holds(folder):

@@ -186,7 +186,7 @@ class CausalPairs(Causal):
         docs = np.cumsum(begins, axis=1)[:, :-1]
         return {"idx": window[:, :-1], "targets": torch.from_numpy(targets), "docs": torch.from_numpy(docs)}
 
-    def pack(self, stream: TokenStream) -> None:
+    def pack(self, stream: TokenStream):
         pack(stream, lambda found: found[:, 2:] - found[:, :1], self.block_size + 1, self.block_size)
 
 
@@ -230,7 +230,7 @@ class Seq2SeqPairs(Objective):
             array[np.nonzero(chosen)[0], (np.cumsum(chosen, axis=1) - 1)[chosen]] = values[chosen]
         return batch
 
-    def pack(self, stream: TokenStream) -> None:
+    def pack(self, stream: TokenStream):
         pack(stream, lambda found: np.diff(found, axis=1) + (1, 0), self.block_size, self.block_size)
 
 
@@ -272,7 +272,7 @@ def open_with_objective(cfg) -> tuple[DataSet, Objective]:
     return data, objective
 
 
-def settle_pairs(cfg, data: DataSet) -> None:
+def settle_pairs(cfg, data: DataSet):
     """Replaces cfg.pairs=auto by what the data are. ValueError if they, or other flags, do not go with cfg.pairs."""
     if cfg.pairs is True and not data.pairs:
         fact = f"pairs=True, but dataset={cfg.dataset} has no mask of targets"

@@ -86,7 +86,7 @@ def wrong_mask(stream: TokenStream) -> str:
     return f"the mask of {stream.name} has documents without a source or a target; prepare the data again"
 
 
-def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: int, block_size: int) -> None:
+def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: int, block_size: int):
     """Sets stream.packs: for each of its sources the first token and the end of every window, int64 (n, 2); and
     stream.ends, those of all. A window has as many consecutive documents as fit: the sums of their `sizes`, (n, 3) ->
     (n, k), are `limit` at most. ValueError for a document that is larger; it names a block_size that is enough."""

@@ -198,7 +198,7 @@ class Source:
                 row += 1
                 yield self._document(f"{name}, row {row}", record)
 
-    def _check_columns(self, where: str, names: Iterable[str]) -> None:
+    def _check_columns(self, where: str, names: Iterable[str]):
         for column in self.columns:
             if column not in names:
                 raise ValueError(f"{where} has no field {column!r}; pass --field or --pairs of {', '.join(names)}")
@@ -286,7 +286,7 @@ def _decode(where: str, content: bytes, offset: int) -> str:
     return decoded(where, content, offset)
 
 
-def check_hub() -> None:
+def check_hub():
     """OSError within seconds if the hub does not answer; `datasets` alone would retry for most of a minute."""
     from huggingface_hub import constants, get_session
 

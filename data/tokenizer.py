@@ -80,7 +80,7 @@ class HFTokenizer(Tokenizer):
         self.spec = {"kind": "hf", "file": self.file, "vocab_size": last + 1}
         self.spec |= {"sha256": hashlib.sha256(content).hexdigest(), "special": self.special}
 
-    def _read_decoder(self, remedy: str) -> None:
+    def _read_decoder(self, remedy: str):
         """Finds out how tokens become bytes. ValueError if they cannot give back the text."""
         self.replaced: list[tuple[str, str]] = []  # texts to replace in every token
         self.letters = False  # whether the letters of a token are bytes
@@ -135,7 +135,7 @@ class HFTokenizer(Tokenizer):
         more = self.special.get("eos_token_id", [])
         return {self.eot, *(i for i in more if type(i) is int)}
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path | str):
         files.write_file(Path(folder) / self.file, self.content)
 
     @cached_property

@@ -66,14 +66,14 @@ class ShardWriter:
             raise
         return self
 
-    def _refuse_files_of_others(self) -> None:
+    def _refuse_files_of_others(self):
         """ValueError if the folder is of another kind, or a file that would be replaced is not of a preparation."""
         meta = self.folder / "meta.json"
         check(not self.temporary.is_symlink(), self.temporary, "is a link", "delete it")
         content = files.read_file(meta, files.LARGEST_JSON) if meta.exists() else b""
         files.check_own(b'"splits"' in content or content == _json(MOVING), self.folder, "out")
 
-    def _resume(self) -> None:
+    def _resume(self):
         """Restores the state of the last `save`, if any, and deletes all other files of an earlier preparation."""
         path = self.temporary / PROGRESS
         kept = set()
@@ -108,7 +108,7 @@ class ShardWriter:
             self.open[split].seek(size)
         return file
 
-    def save(self, place) -> None:
+    def save(self, place):
         """Saves everything added so far. `place`, a JSON value, tells the caller from where to continue."""
         for f in self.open.values():
             f.flush()
@@ -118,7 +118,7 @@ class ShardWriter:
         fsync(self.temporary)
         self.unsaved = False
 
-    def add(self, split: str, tokens: np.ndarray, documents: int = 1, lost: int = 0) -> None:
+    def add(self, split: str, tokens: np.ndarray, documents: int = 1, lost: int = 0):
         """Appends the ids (N,) of one or more documents, which lack `lost` bytes of their text, to `split` ("train" or
         "val"). The caller adds end-of-text ids, and of pairs also the marks, to train_mask and val_mask."""
         assert split.removesuffix(MASK) in SPLITS, split
@@ -142,7 +142,7 @@ class ShardWriter:
             if shard["tokens"] == self.shard_tokens:
                 self._finish(split)
 
-    def _finish(self, split: str) -> None:
+    def _finish(self, split: str):
         shard = self.splits[split]["shards"][-1]
         with self.open.pop(split) as f:
             f.seek(0)
@@ -152,7 +152,7 @@ class ShardWriter:
         shard["sha256"] = files.sha256(self.temporary / shard["name"])
         self.unsaved = True
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind, error, traceback):
         try:
             with files.writing(self.folder):
                 if error:
@@ -161,7 +161,7 @@ class ShardWriter:
         finally:
             self._close()
 
-    def _close(self) -> None:
+    def _close(self):
         for f in self.open.values():
             with suppress(OSError):  # a full disk, which the write has reported
                 f.close()
@@ -169,7 +169,7 @@ class ShardWriter:
             shutil.rmtree(self.temporary, ignore_errors=True)
         self.lock.__exit__(None, None, None)
 
-    def _commit(self) -> None:
+    def _commit(self):
         for split in list(self.open):
             self._finish(split)
         meta = {"tokenizer": self.tokenizer.spec, "tokenizer_hash": self.tokenizer.hash}
@@ -200,7 +200,7 @@ class ShardWriter:
         """The numbers of documents for people: "95 + 5"."""
         return " + ".join(f"{self.splits[split]['documents']:,}" for split in SPLITS)
 
-    def report(self, what: str = "") -> None:
+    def report(self, what: str = ""):
         """Prints `what` and the numbers of tokens, the folder, and the command that trains on them."""
         lost = sum(each["lost"] for each in self.splits.values())
         if lost > 0:

@@ -60,7 +60,7 @@ def german(n: int, one: str = "eins") -> str:
     return tens
 
 
-def main() -> None:
+def main():
     tokenizer = ByteTokenizer()
     args = Parser(__doc__, HERE).parse_args()
     drawn = hash64(np.arange(40_000, dtype=np.uint64)) % np.uint64(10**6)

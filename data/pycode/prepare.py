@@ -93,7 +93,7 @@ def validation_set(sources: Sources) -> set[str]:
     return chosen
 
 
-def main() -> None:
+def main():
     parser = Parser(__doc__, HERE)
     parser.add_argument("--tokenizer", default="byte", help="byte, gpt2, bpe:N or hf:DIR (default byte)")
     parser.add_argument("--package", action="append", default=[], help="an installed package, or a folder with a /")

@@ -17,7 +17,7 @@ from data.shakespeare_char.text import prepare
 from data.tokenizer import GPT2Tokenizer
 
 
-def main() -> None:
+def main():
     prepare(__doc__, HERE, lambda text: GPT2Tokenizer()).report()
 
 

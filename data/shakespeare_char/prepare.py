@@ -17,7 +17,7 @@ from data.shakespeare_char.text import prepare
 from data.tokenizer import CharTokenizer
 
 
-def main() -> None:
+def main():
     out = prepare(__doc__, HERE, CharTokenizer)
     out.report(f"{out.tokenizer.vocab_size} characters, ")
 

@@ -28,7 +28,7 @@ from data import corpus
 from data.command import run
 
 
-def main() -> None:
+def main():
     corpus.main(__doc__, HERE)
 
 
