@@ -45,9 +45,8 @@ def fail(text: str, code: int = 2) -> NoReturn:
         # error reports it after the wait.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(FIRST_RANK_SPEAKS)
-    erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the progress bar
     text = shortened(text)
-    say(f"error: {text}", erase)
+    say(f"error: {text}")
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows it at the end of its own report
         with suppress(OSError):
             details = {"py_callstack": f"error: {text}", "timestamp": str(int(time.time()))}
@@ -80,8 +79,9 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-def say(line: str, erase: str = ""):
-    """Print a line on stderr, behind what erases another. A stderr that cannot be written is no reason to end."""
+def say(line: str):
+    """Print a line on stderr, in place of a progress bar. A stderr that cannot be written is no reason to end."""
+    erase = "\r\x1b[K" if sys.stderr.isatty() else ""
     with suppress(OSError):
         print(f"{erase}{printable(line)}", file=sys.stderr, flush=True)
 

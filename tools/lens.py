@@ -121,8 +121,7 @@ def spelled(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token in quotation marks, with escapes for what cannot be printed."""
     if token >= tokenizer.vocab_size:
         return f"<id {token}>"
-    text = tokenizer.token_bytes[token].decode("utf-8", "backslashreplace")
-    return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "'"
+    return f"'{printable(tokenizer.token_bytes[token].decode('utf-8', 'backslashreplace'))}'"
 
 
 def listed(tokens: Promoted) -> str:

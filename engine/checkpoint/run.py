@@ -129,7 +129,7 @@ def check_same_model(cfg, flags: dict, path: Path):
         if old != new and before.network.get(name, old) != cfg.network.get(name, new) and name not in free:
             fact = f"differs from {old} in {path}"
             refuse(cfg, name, f"{fact}; leave it out, or start from scratch in another --out_dir")
-    if cfg.ema_decay and not flags.get("ema_decay"):
+    if cfg.ema_decay and not before.ema_decay:
         fact = f"differs from 0.0 in {path}, which has no average to go on from"
         refuse(cfg, "ema_decay", f"{fact}; leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere")
 
