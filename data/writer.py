@@ -1,8 +1,5 @@
 """Writes the shards of a data set: all of them or, after an error, none.
 
-    with ShardWriter(folder, tokenizer) as out:
-        out.add("train", ids)                        # one document
-
 dataset.py describes the folder, files.py the format of a shard.
 """
 

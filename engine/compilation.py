@@ -1,9 +1,5 @@
 """Decides whether a run is compiled, compiles its model, and chooses where the kernels are kept.
 
-    ranks = settle(cfg, ranks)                  # on all ranks, before the model is made
-    if ranks.compile:
-        compile_model(model, parts)             # blocks or stacks, before DDP or FSDP wraps the model
-
 docs/performance.md says what is compiled, and what that gives.
 """
 

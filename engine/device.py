@@ -1,8 +1,5 @@
 """The device and the dtype that a process computes with, and what hardware it is.
 
-    device = resolve_device("auto")
-    dtype = resolve_dtype("auto", device)
-
 These functions know only their own process; `engine.parallel.ranks.join` makes all ranks take the same dtype.
 """
 

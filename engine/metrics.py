@@ -1,13 +1,6 @@
 """A run's figures: metrics.jsonl, TensorBoard events, wandb, lines on the console and a progress bar.
 
-    metrics = Metrics(...) if ranks.rank == 0 else Silent()
-    with metrics.paused():
-        metrics.evaluation(step, train_loss, val_loss, val_bpb)
-    metrics.log(step, loss, lr, grad_norm, tokens, {"epoch": 0.5})
-    metrics.say("saved out/step_00001000")
-    metrics.close()
-
-The time inside paused() is not part of any step. Print through say(), so that the progress bar stays below the lines.
+A command prints through Metrics.say, so that the progress bar stays below the lines.
 """
 
 import json

@@ -1,10 +1,5 @@
 """Learning rate schedules and optimizers: AdamW, and Muon for the hidden matrices with AdamW for the rest.
 
-    optimizer = build(model, cfg)
-    optimizer.set_lr(learning_rate(step, cfg))
-    optimizer.step()
-    optimizer.state_tensors(model)  # {"blocks.0.sums.1.mlp.up.weight.momentum": tensor, ...}, for checkpoints
-
 Call `build` after sharding and tensor parallelism, which replace parameters. A new optimizer is a subclass of
 UpdateRule and an entry of OPTIMIZER; docs/hacking.md adds one.
 """

@@ -1,10 +1,4 @@
-"""One optimizer step, and a trace of some steps.
-
-step = Step(cfg, sharded)               # makes the optimizer too
-loss = step.backward(batches, number)
-grad_norm = step.clip()
-step.update()
-"""
+"""One optimizer step, the watch over its gradient, and a trace of some steps."""
 
 import gc
 import math

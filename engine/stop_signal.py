@@ -1,11 +1,5 @@
 """Signals ask a run to stop, and all ranks stop after the same step.
 
-    stop = StopSignal(ranks)
-    while not stop.agreed():
-        ...                                 # one step
-        stop.listen()                       # from now on a signal lets the run save first
-    stop.finish()                           # before the process group ends
-
 A second SIGTERM or SIGINT, after the line that answers the first one, ends the process at once. So does any signal
 before the first step, when nothing is lost. Other signals come twice without anybody's hurry: a terminal that is closed
 sends SIGHUP by its shell and by the kernel, which torchrun passes on as SIGHUP and SIGTERM.

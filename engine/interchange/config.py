@@ -1,8 +1,5 @@
 """config.json of Hugging Face's models <-> our flags: one reader and one writer for the families of families.py.
 
-    flags = family.flags(config)    # ValueError names a key that our flags cannot express, its value and the remedy
-    config = family.config(cfg)     # the reverse
-
 A Family lists its keys. What is read and written depends on them alone. A key that nothing reads is refused too.
 
     H query heads   C width of the stream   D head size   F hidden units of the MLP   L layers

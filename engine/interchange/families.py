@@ -1,11 +1,5 @@
 """The families of Hugging Face's models: their config.json <-> our flags, and their weights <-> ours.
 
-    family = FAMILIES[config["model_type"]]
-    flags = family.flags(config)                   # ValueError names a key that our flags cannot express
-    config = family.config(cfg)                    # the reverse
-    names, conversions = family.source("blocks.0.sums.0.attn.qkv.weight")   # their layers, and how ours is made of them
-    family, name, cfg = choose(cfg, tokenizer)     # the first family that expresses the flags
-
 docs/interchange.md lists the families and says what a new one needs.
 
     H query heads   Hkv key/value heads   G = H / Hkv   D head size

@@ -1,10 +1,4 @@
-"""Reads and writes the folders of Hugging Face's models, without running code that they may hold.
-
-weights = read_hf("DIR")                        # config.json and safetensors; or the name of a model on the hub
-cfg = ModelConfig(**weights.flags)
-weights["blocks.0.sums.0.attn.qkv.weight"]      # ours, in float32; its numbers are read only now
-write_hf(folder, cfg, parameters.get, ...)      # a folder for AutoModelForCausalLM
-"""
+"""Reads and writes the folders of Hugging Face's models, without running code that they may hold."""
 
 import json
 import re

@@ -1,9 +1,4 @@
-"""How the ranks that torchrun has started find each other, and what is said when one of them is not there.
-
-place = environment()
-connect(cfg, place, device)
-with lost_ranks_end_the_run(cfg.out_dir): ...
-"""
+"""How the ranks that torchrun has started find each other, and what is said when one of them is not there."""
 
 import hashlib
 import os

@@ -1,10 +1,5 @@
 """Ranks: how many processes there are, which of them work together, and what they compute with.
 
-    check_flags(cfg)            # ValueError if flags, ranks and machine do not fit together
-    ranks = join(cfg)           # with one process, every collective here is the identity
-    ...                         # training
-    leave()
-
 The ranks form a grid. Its dimensions are, outermost first: pp (stages of a pipeline), dp_replicate (copies of the
 model), shard (shards of one copy; with cp also the pieces of each sequence) and tp (slices of a layer). Ranks that
 differ in copy or shard are data-parallel: they read different samples. All other ranks read the same samples. With ep,

@@ -1,13 +1,8 @@
 """Builds this rank's shard of the model, and runs one training step on it, for every layout of the ranks.
 
-    sharded = ShardedModel(cfg, ranks)              # cut and wrapped on the meta device, then allocated
-    sharded.init_weights(cfg.seed)
-    optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
-    loss = sharded.backward(batches, micro_steps, scaler)
-    norm = sharded.clip(cfg.grad_clip)
-
-The constructor applies, in order: a pipeline's stage, tensor, context and expert parallelism, recomputation,
-compilation (before it with ep), FSDP2 or DDP. docs/hacking.md has a table of what they replace in model.py.
+The constructor cuts and wraps the model on the meta device, and then allocates it. It applies, in order: a pipeline's
+stage, tensor, context and expert parallelism, recomputation, compilation (before it with ep), FSDP2 or DDP.
+docs/hacking.md has a table of what they replace in model.py.
 """
 
 import math
