@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from data.errors import require
+from data.errors import require, say
 from engine.help import alternatives, choices, like, usage
 from engine.retired import is_retired
 from flags import Flags, check_limits, check_rules, refuse, refuse_unused, rests_on, setting, unused
@@ -64,9 +64,12 @@ class Setting(NamedTuple):
 
 def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
     """An instance of the flag dataclass `cls`, filled from the config files and `--name=value` in argv, by default
-    sys.argv[1:]; its `sources` say where each flag was set. `doc` is the text above the flags of --help. Raises
-    ValueError or OSError with the flag, its value, its place and the remedy, in one line."""
-    return resolve(cls, read_flags(cls, argv, doc))
+    sys.argv[1:]; its `sources` say where each flag was set. `doc` is the text above the flags of --help. Says which
+    flags are left out. Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line."""
+    cfg = resolve(cls, read_flags(cls, argv, doc))
+    for line in cfg.left_out:
+        say(line)
+    return cfg
 
 
 def parse_positional(cls: type[T], argv: list[str] | None = None, doc: str = "") -> tuple[list[str], T]:

@@ -220,7 +220,7 @@ def check_own(own: bool, folder: Path, flag: str):
     """ValueError if a folder is not the `own` one of a command, and has a file of KINDS."""
     for file in sorted(folder.glob("*")):
         free = own or not re.fullmatch(KINDS, file.name)
-        check(free, file, "was not written by this command", f"delete it, or choose another --{flag}")
+        check(free, file, "was not written by this command", f"choose another --{flag}, or move it elsewhere")
 
 
 def problem(path: Path, fact: str, remedy: str = "") -> ValueError:

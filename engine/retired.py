@@ -5,7 +5,7 @@ from typing import Any
 from flags import LayerFlags, setting
 
 RETIRED: dict[str, Any] = {}  # a flag -> the value that may be dropped, because it is what the program does now
-REPLACED = {"layer": "block={}", "norm=none": "norm_placement=none"}  # a flag, or a value of it -> what to write
+REPLACED = {"layer": "--block={}", "norm=none": "--norm_placement=none"}  # a flag, or a value of it -> what to write
 
 
 def translated(flags: dict[str, Any]) -> dict[str, Any]:

@@ -390,6 +390,12 @@ def test_a_flag_that_has_no_effect_but_in_a_checkpoint(tmp_path, name, idle, oth
     assert f"{name}={idle} (command line)" in mistake([*typed, path, f"--{name}={idle}"])
 
 
+def test_every_command_says_what_it_leaves_out(tmp_path, capsys):
+    path = write(tmp_path / "sample.py", "top_k = 5\n")
+    assert parse(SampleConfig, [path, "--temperature=0"]).top_k == SampleConfig.top_k
+    assert capsys.readouterr().err == f"top_k=5 ({path}:1) is left out: it does not go with temperature=0.0\n"
+
+
 def test_what_rests_on_a_flag_that_is_left_out_is_left_out_too(tmp_path):
     path = write(tmp_path / "c.py", "window = 64\nwindow_pattern = 'SL'\nmuon_lr = 0.5\noptimizer = 'muon'\n")
     cfg = parse(Config, [path, "--block_size=32", "--optimizer=adamw"])
@@ -417,12 +423,12 @@ def test_retired_flags(tmp_path, monkeypatch):
     for argument, shown in {
         str(path): f"old_idea=roll ({path}:1): this flag was retired",
         "--old_idea=roll": "old_idea=roll (command line): this flag was retired",
-        "--norm=none": "norm=none (command line): this was replaced; write norm_placement=none",
-        "--layer=c,p;c+p": "layer='c,p;c+p' (command line): this was replaced; write block=c,p;c+p",
+        "--norm=none": "norm=none (command line): this was replaced; write --norm_placement=none",
+        "--layer=c,p;c+p": "layer='c,p;c+p' (command line): this was replaced; write --block=c,p;c+p",
     }.items():
         assert shown in mistake([argument])
     path.write_text("block = 'superblock'\nlayer = 'c,p'\n")
-    assert f"layer='c,p' ({path}:2): this was replaced; write block=c,p" in mistake([str(path)])
+    assert f"layer='c,p' ({path}:2): this was replaced; write --block=c,p" in mistake([str(path)])
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

@@ -291,7 +291,7 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         folder = tmp_path / f"set {name}"
         folder.mkdir()
         (folder / name).write_text("mine")
-        message = f"{name} was not written by this command; delete it, or choose another --out"
+        message = f"{name} was not written by this command; choose another --out"
         assert message in error(write_set, folder)
         assert {*os.listdir(folder)} == {".lock", name} and (folder / name).read_text() == "mine"
     folder = tmp_path / "preparing"

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from configurator import parse
+from configurator import read_flags, resolve
 from data.errors import require
 from data.objective import open_with_objective
 from engine.config import Config
@@ -60,7 +60,7 @@ class Run:
     def read(self, *more: str) -> Config:
         """The flags of `line` and of further arguments. ValueError names the run."""
         try:
-            return parse(Config, [*self.line(), *more])
+            return resolve(Config, read_flags(Config, [*self.line(), *more]))
         except (ValueError, OSError) as error:
             raise ValueError(f"{self.name}: {error}") from None
 
