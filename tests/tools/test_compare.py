@@ -192,7 +192,8 @@ def test_ctrl_c_lets_trainings_save(fake, capfd):
             fake("--seeds=2")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "the same command continues" in capfd.readouterr().err and (fake.out / "run1-seed1" / "saved").exists()
+    said = "the trainings in progress save a checkpoint; the same command continues"
+    assert said in capfd.readouterr().err.splitlines() and (fake.out / "run1-seed1" / "saved").exists()
     (fake.folder / "slow").unlink()
     assert fake("--seeds=2") == 0
     assert fake.calls() == ["run1-seed1", "run1-seed1*", "run2-seed1", "run1-seed2", "run2-seed2"]

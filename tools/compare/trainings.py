@@ -138,7 +138,7 @@ class Comparison:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in self.children:
                     child.process.terminate()
-                say("\nthe trainings in progress save a checkpoint; the same command continues")
+                say("the trainings in progress save a checkpoint; the same command continues")
                 raise
 
     def make(self, training: tuple[Run, int]) -> str:
