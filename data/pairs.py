@@ -17,6 +17,7 @@ from data.dataset import FIRST, N_MARKS, TARGET, TokenStream
 from data.errors import require
 
 PADDING = 4  # the mark of tokens that fill a window
+WRONG_MASK = "the mask of {} has documents without a source or a target; prepare the data again"
 Parts = list[tuple[str, bool]]
 
 
@@ -78,12 +79,8 @@ def documents(stream: TokenStream) -> np.ndarray:
     ends = np.append(firsts[1:], len(stream))
     found = np.append(targets, len(stream))[np.searchsorted(targets, firsts)]
     whole = len(firsts) and firsts[0] == 0 and (firsts < found).all() and (found < ends).all()
-    require(whole, wrong_mask(stream))
+    require(whole, WRONG_MASK.format(stream.name))
     return np.stack((firsts, found, ends), axis=1)
-
-
-def wrong_mask(stream: TokenStream) -> str:
-    return f"the mask of {stream.name} has documents without a source or a target; prepare the data again"
 
 
 def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: int, block_size: int):
@@ -100,7 +97,7 @@ def pack(stream: TokenStream, sizes: Callable[[np.ndarray], np.ndarray], limit: 
     total = np.cumsum(np.pad(each, ((1, 0), (0, 0))), axis=0)
     for _, tokens, _ in stream.sources:
         i, end = np.searchsorted(found[:, 0], (place, place + tokens))
-        require(i < end and found[i, 0] == place, wrong_mask(stream))
+        require(i < end and found[i, 0] == place, WRONG_MASK.format(stream.name))
         bounds = [i]
         while i < end:
             i = min(end, *(np.searchsorted(row, row[i] + limit, "right") - 1 for row in total.T))

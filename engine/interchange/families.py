@@ -215,20 +215,14 @@ def lost(family: Family, cfg: ModelConfig) -> list[str]:
     return sorted(flag for flag in wanted | found if wanted.get(flag) != found.get(flag))
 
 
-def changed(cfg: ModelConfig, **flags) -> ModelConfig:
-    """The same with other values of these flags, which may leave others without effect."""
-    other = copy(cfg)
-    vars(other).update(flags)
-    return other
-
-
 def choose(cfg: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[Family, str, ModelConfig]:
     """(the first family that expresses the flags and keeps the tokenizer's ids, its name, the flags as it has them). A
     family with more biases expresses the model with biases of 0; the flags then have these biases too. ValueError names
     the flags that the nearest family lacks."""
     misses = []
     for biases in ({}, {"qkv_bias": True}, {"bias": True}):
-        given = changed(cfg, **biases)
+        given = copy(cfg)
+        vars(given).update(biases)  # which may leave others without effect
         for name, family in FAMILIES.items():
             flags = lost(family, given)
             if flags:
