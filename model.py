@@ -5,15 +5,15 @@
     loss = model(idx, targets)        # idx, targets (B, T) int64; targets of -1 are left out
     logits = model(idx)               # (B, T, V)
 
-A layer is a list of sums, s = s + reader(norm(s)). A reader is a module such as attention or an MLP, from the normed
-stream (B, T, C) to what is added to the stream. So GPT-2's layer has two sums of a reader each; a sum may have several.
-To try an idea, add an entry to a table (NORM, PLACEMENT, POSITION, MLP_KIND, BLOCK) and its name to the flag's Literal.
-docs/hacking.md has examples, and lists what other files replace in a model, such as a process's share of the heads.
+A layer is a list of sums, s = s + reader(norm(s)), where s is the residual stream (B, T, C). A reader is a module such
+as attention or an MLP. A sum may have several readers; GPT-2's layer has two sums, and each has one reader.
+To try an idea, add an entry to BLOCK, or to NORM, PLACEMENT, POSITION or MLP_KIND and its name to the flag's Literal.
+docs/hacking.md has examples. It also lists the attributes that parallelism, decoding and compilation replace.
 
 Names used everywhere
-    B batch   T time (queries)   S keys, or tokens of a source   C n_embd   V vocabulary   L layers
-    H query heads   Hkv key/value heads   G = H / Hkv query heads of one group   D = C / H head size   F hidden units
-    N = B T tokens   K taps of a convolution   M slots: learned keys and values   E experts; in attention, D or more
+    B batch   T time (queries)   S keys, or tokens of a source   N = B T tokens   C n_embd   V vocabulary   L layers
+    H query heads   Hkv key/value heads   G = H / Hkv query heads of a group   D head size   F hidden units
+    K taps of a convolution   M slots: learned keys and values   E experts; in attention, D plus ALiBi's columns
 """
 
 import math
@@ -32,13 +32,14 @@ from torch import Tensor, nn
 
 import ops
 from flags import READER, SWITCH, LayerFlags, Reader, check_layer, refuse
-from ops import Mask  # transformers copies the file of each such line when it loads an exported model
+from ops import Mask  # because transformers copies only files that `from` lines name when it loads an exported model
 
 
 @dataclass
 class ModelConfig(LayerFlags):
-    """The network's flags. Brackets have rules, which flags.py reads and enforces: [>0] is about the number itself, and
-    [pos=rope] says beside which flags it has an effect. On a line of their own, they belong to the flag above."""
+    """The network's flags. A bracket holds a rule that flags.py enforces: [>0] limits the number itself, [any] allows a
+    negative one, and [pos=rope] says beside which flags it has an effect. Names such as has_map are properties of
+    LayerFlags. A comment line that begins with a bracket belongs to the flag above."""
 
     # --- model: size
     n_layer: int = 12  # [>0] [<=4096] number of blocks
@@ -69,7 +70,7 @@ class ModelConfig(LayerFlags):
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
     conv: int = 0  # [<=64] K taps of a causal convolution of each channel alone (arXiv:2109.08668, 2512.17351); 0 = off
     # [conv!=1] [objective=causal] What it gives is added to what a sum's readers see (docs/blocks.md).
-    simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train it
+    simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train W_V
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: experts
@@ -112,6 +113,7 @@ class ModelConfig(LayerFlags):
 
     @property
     def kv_heads(self) -> int:
+        """Hkv."""
         return {"mha": self.n_kv_head or self.n_head, "gqa": self.n_kv_head, "mqa": 1}[self.attention]
 
 
