@@ -125,16 +125,17 @@ Shape = tuple[int, ...]
 Fused = tuple[int, Shape]  # (groups, sizes), see Linear
 
 # A module with parameters declares what its initial weights, its optimizer and tensor parallelism need to know:
-#   role      what is cut between processes, by the table in docs/hacking.md; an identity has one if they exchange there
-#   initial   what init_weights fills each parameter with: a number, a tensor, or draws from Normal(std)
-#   per_head  its parameters that have a row for each head
-#   fused     the matrices that the weight of a Linear stores, see there. An example:
+#   role      a row of the table in docs/hacking.md: what its weights begin with, and how processes cut them. Identities
+#             have roles too, because processes cut or exchange what passes through them
+#   initial   what Model.init_weights fills each parameter with: a number, a tensor, or draws from Normal(std)
+#   per_head  names of its parameters that have a row for each head
+#   fused     the matrices that one weight stores, see Linear. An example of a module:
 #     class Shift(nn.Module):
 #         role = "whole"  # each process has all of it
-#         initial = {"weight": 0.0}  # which __init__ does not write
+#         initial = {"weight": 0.0}
 #         def __init__(self, cfg):
 #             super().__init__()
-#             self.weight = nn.Parameter(torch.empty(cfg.n_embd))
+#             self.weight = nn.Parameter(torch.empty(cfg.n_embd))  # without values, because init_weights writes them
 Normal = namedtuple("Normal", "std zero period", defaults=[0, 1])  # the first `zero` of every `period` rows are 0
 
 
@@ -144,19 +145,19 @@ def with_role(module: nn.Module, role: str) -> nn.Module:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a block besides the stream, which Stack.inputs makes."""
+    """What a block reads besides the stream. Stack.inputs makes it."""
 
-    table: Tensors = ()  # of AttentionPosition.table
-    docs: Tensors | None = None  # of the queries and of the keys, as in a Mask
+    table: Tensors = ()  # the result of AttentionPosition.table
+    docs: Tensors | None = None  # document numbers of the queries and of the keys, as in ops.Mask
     memory: Tensor | None = None  # (B, S, C), the encoder's output
-    memory_docs: Tensors | None = None  # of the queries and of the memory
-    idx: Tensor | None = None  # (B, T), the tokens, for modules of yours
-    place: Tensor | None = None  # (B, T), with documents: the position of each token in its own
-    shared: "Shared | None" = None  # made anew for each forward
+    memory_docs: Tensors | None = None  # document numbers of the queries and of the memory
+    idx: Tensor | None = None  # (B, T), the token ids
+    place: Tensor | None = None  # (B, T), each token's position in its document; None without documents
+    shared: "Shared | None" = None  # what layers hand on; each forward has a new one
 
 
 class Shared(UserDict):
-    """Tensors that a layer hands to later layers, by name. FSDP gives each block a copy of what is a dict."""
+    """Tensors that a layer hands to later layers, by name. No dict, because FSDP gives each block a copy of a dict."""
 
 
 # ---- Model
@@ -168,9 +169,9 @@ class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        if not any(reader.source == "context" and n for reader, n in cfg.readers):
+        if not any(reader.source == "context" and n_layers for reader, n_layers in cfg.readers):
             refuse(cfg, "block n_layer", "a layer has no c, so no token would see another; add one")
-        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")
+        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")  # bare: no other norm
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
         self.position_table = partial(POSITION[cfg.pos][1].table, cfg)
@@ -179,7 +180,7 @@ class Stack(nn.Module):
         self, idx: Tensor, t: Tensor, x: Tensor, docs: Tensors | None = None, memory: Maybe = None,
         memory_docs: Tensors | None = None,
     ) -> Inputs:  # fmt: skip
-        """What the blocks read besides the stream x (B, T, C) of the tokens idx (B, T) at t (T,)."""
+        """What the blocks read besides the stream x (B, T, C). The tokens idx (B, T) have the positions t (T,)."""
         table = self.position_table(t, torch.promote_types(x.dtype, torch.float32))
         place = None if docs is None else positions_in(docs, t)
         return Inputs(table, docs, memory, memory_docs, idx, place)
@@ -197,9 +198,9 @@ class Model(Stack):
     global generator.
 
     With objective="seq2seq", the encoder reads source (B, S). docs (B, T) and source_docs (B, S) hold document numbers
-    that never decrease along a row: a token sees only its own document, and a document of docs reads that of
-    source_docs. Padding is a document of its own. doc_starts (B, n) and source_doc_starts (B, n), the first tokens of
-    documents 0 ... n - 1, let CUDA compute them in one kernel.
+    that never decrease along a row. A token sees only tokens of its own document, and of the source only those with the
+    same number. Padding is a document of its own. doc_starts (B, n) and source_doc_starts (B, n) are the first tokens
+    of documents 0 ... n - 1; with them, CUDA computes attention in one kernel.
     """
 
     def __init__(self, cfg: ModelConfig, seed: int | None = None):
@@ -216,11 +217,11 @@ class Model(Stack):
             flags.objective = "masked"
             flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
             self.encoder = Stack(flags)
-        self.chunk_loss = ops.chunk_loss  # or it compiled, or that of tensor parallelism
-        self.n_targets = None  # or the number of targets of all micro-batches of a step
+        self.chunk_loss = ops.chunk_loss  # compilation and tensor parallelism replace it
+        self.n_targets = None  # training sets it if micro-batches have unequally many targets, see mean
         self.tie()
         if self.wte.weight.is_meta:
-            return
+            return  # because parameters on the meta device have no values
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
         self.init_weights(seed)
@@ -236,11 +237,11 @@ class Model(Stack):
             p.copy_(self.initial_weight(name, seed, p.shape, (0,) * p.dim(), p.shape, p.device))
 
     def initial_weight(self, name: str, seed: int, shape: Shape, start: Shape, size: Shape, device) -> Tensor:
-        """Initial values of the part, with shape `size` from index `start` on, of parameter `name` with `shape`. They
-        depend only on the seed, the name and the place in the parameter. The number of a sum is left out of the name,
-        so that attn of layer 3 starts with the same weights under every --block."""
-        layer, _, kind = name.rpartition(".")
-        value = self.get_submodule(layer).initial[kind]
+        """Initial values of a slice of parameter `name`. The parameter has `shape`, and the slice begins at the index
+        `start` and has the shape `size`. The values depend only on seed, name and place, because each process draws its
+        slice alone. The name counts without the number of the sum, so attn of a layer is the same in every --block."""
+        module, _, own_name = name.rpartition(".")
+        value = self.get_submodule(module).initial[own_name]
         if not isinstance(value, Normal):  # a number, or a tensor of this shape
             part = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
             return torch.as_tensor(value, dtype=torch.float32, device=device).expand(shape)[part].clone()
@@ -267,7 +268,7 @@ class Model(Stack):
         return self.loss(x, targets)
 
     def encode(self, source: Maybe, docs: Tensors | None = None) -> Maybe:
-        """source (B, S) -> the encoder's output (B, S, C), called memory; None without encoder. docs as in a Mask."""
+        """source (B, S) -> the encoder's output (B, S, C), called memory; None without encoder. docs as in Mask."""
         if (source is None) != (self.encoder is None):
             raise ValueError("objective=seq2seq needs a source, and other models read none")
         if source is None:
@@ -301,7 +302,7 @@ class Model(Stack):
         return x.to(stream_dtype(cfg, x)), t
 
     def positions(self, t: Tensor) -> Tensor:
-        """Numbers of the tokens that this process is given, (T,) -> their positions in the text."""
+        """Indices (T,) of this process's tokens -> their positions in the text. Context parallelism replaces this."""
         return t
 
     def head_weight(self) -> Tensor:
@@ -326,7 +327,7 @@ class Model(Stack):
         return ops.cross_entropy(x, self.head_weight(), targets, cfg.logit_softcap, cfg.loss_chunk, self.chunk_loss)
 
     def mean(self, total: Tensor, targets: Tensor) -> Tensor:
-        """A sum over targets >= 0, divided by their number; if `n_targets` is not None, by this number instead."""
+        """A sum over targets >= 0, divided by `n_targets`; if this is None, by the number of these targets."""
         if self.n_targets is not None:
             return total / self.n_targets
         return total / (targets >= 0).sum().clamp(min=1)
