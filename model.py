@@ -341,14 +341,14 @@ class Model(Stack):
 
 
 class Block(nn.Module):
-    """One layer: the sums of its string, or of a function of BLOCK, one after the other."""
+    """One layer: its sums, one after the other. --block is their string, or the name of an entry of BLOCK."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         build = BLOCK.get(cfg.block)
         self.sums = nn.ModuleList(build(cfg, layer) if callable(build) else from_string(cfg, layer))
         names = [name for each in self.sums for name in each.names]
-        if len(set(names)) < len(names):  # their initial weights would be equal
+        if len(set(names)) < len(names):  # refused, because their initial weights would be equal
             raise ValueError(f"block={cfg.block} has two readers of one name: {', '.join(names)}")
 
     def forward(self, s: Tensor, inputs: Inputs) -> Tensor:
@@ -358,12 +358,11 @@ class Block(nn.Module):
 
 
 class Sum(nn.Module):
-    """s -> total(skip s + after(gain_1 reader_1(before(s)) + gain_2 reader_2(before(s)) + ...)), where readers may read
-    a convolution of before(s).
+    """s -> total(skip s + after(gain_1 reader_1(x) + gain_2 reader_2(x) + ...)), where x = before(s).
 
-    before, after and total are norms or identities, see PLACEMENT. gains maps each reader's name to the initial value
-    of its learned gain; a single reader's gain acts outside of `after`, whose norm would cancel it. skip is 1, 0, or
-    "learned", which starts at 1.
+    before, after and total are norms or identities, see PLACEMENT. --conv adds a convolution of x to x. gains maps each
+    reader's name to the initial value of its learned gain. The gain of a single reader is applied behind `after`,
+    because a norm cancels it. skip is 1, 0, or "learned", which starts at 1.
     """
 
     def __init__(self, cfg: ModelConfig, skip: int | str = 1, gains: dict[str, float] | None = None, **readers):
@@ -372,12 +371,12 @@ class Sum(nn.Module):
         self.conv = Convolution(cfg) if cfg.conv else None
         self.after = norm(cfg, "after")
         self.total = norm(cfg, "total")
-        of_readers = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
+        reader_gains = [Gain(gains[name]) if gains else nn.Identity() for name in readers]
         self.gain = nn.Identity()
         if len(readers) == 1:
-            self.gain = of_readers[0]
-            of_readers = [nn.Identity()]
-        self.gains = nn.ModuleList(of_readers)
+            self.gain = reader_gains[0]
+            reader_gains = [nn.Identity()]
+        self.gains = nn.ModuleList(reader_gains)
         self.skip = {1: nn.Identity(), "learned": Gain(1.0), 0: None}[skip]
         self.dropout = cfg.dropout
         self.names = tuple(readers)
@@ -396,17 +395,17 @@ class Sum(nn.Module):
         y = self.gain(self.after(reduce(add, y)))
         if self.skip is not None:
             y = y + self.skip(s)
-        return self.total(y).to(s.dtype)  # gains are float32
+        return self.total(y).to(s.dtype)  # because gains in float32 widen y
 
 
 def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
-    """The sums that the string of --block describes, or that of its name."""
+    """The sums of a layer whose --block is a string of readers, or the name of such a string."""
     kinds = {"context": Attention, "memory": CrossAttention, "parameters": Slots, "experts": Experts}
     sums = []
     for readers in cfg.sums(layer):
         modules = {}
         for reader in readers:
-            kind = MLP if reader.dense else kinds[reader.source]  # an MLP's parameters are read without heads
+            kind = MLP if reader.dense else kinds[reader.source]  # p and s read parameters, but p has no heads
             modules[reader.name] = kind(cfg, layer, reader)
         sums.append(Sum(cfg, **modules))
     return sums
@@ -418,9 +417,9 @@ def from_string(cfg: ModelConfig, layer: int) -> list[Sum]:
 class Linear(nn.Linear):
     """A linear layer, whose weight may store several matrices.
 
-    fused = (groups, sizes): (Hkv, (G D, D, D)) says that the rows are, for each of Hkv groups, G D of q, D of k and D
-    of v, so that there are three matrices; None = one. Muon orthogonalizes each matrix alone, and tensor parallelism
-    cuts between groups.
+    fused = (groups, sizes) describes the rows. (Hkv, (G D, D, D)) means three matrices: each of Hkv groups has G D rows
+    of W_Q, then D of W_K and D of W_V. None means one matrix. Muon orthogonalizes each matrix alone, and tensor
+    parallelism cuts between groups.
     """
 
     def __init__(self, cfg: ModelConfig, n_in: int, n_out: int, role: str, fused: Fused | None = None, bias=None):
@@ -429,14 +428,14 @@ class Linear(nn.Linear):
         self.fused = fused
         std = cfg.init_std
         if role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified"):
-            std /= math.sqrt(cfg.outputs)  # keeps the variance of the stream, a sum of so many terms, from growing
+            std /= math.sqrt(cfg.outputs)  # because the stream is a sum of so many outputs, and their variances add up
         self.initial = {"weight": Normal(std), "bias": 0.0}
 
     def reset_parameters(self):
-        pass
+        pass  # because Model.init_weights fills all parameters
 
 
-Kind = namedtuple("Kind", "phi arity", defaults=[1])  # phi maps `arity` tensors (..., F) to one: of gated kinds, two
+Kind = namedtuple("Kind", "phi arity", defaults=[1])  # phi maps `arity` tensors (..., F) to one; gated phi map two
 MLP_KIND = {
     "gelu": Kind(F.gelu),
     "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
@@ -450,7 +449,7 @@ MLP_KIND = {
 
 
 def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
-    """The reader's phi. A softmax is Kind(None)."""
+    """The reader's phi. A softmax is Kind(None), because callers compute it."""
     name = cfg.mlp if reader.phi == "mlp" else reader.phi
     kinds = {"softmax": Kind(None)} | MLP_KIND
     if name not in kinds:
@@ -459,34 +458,34 @@ def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
 
 
 class MLP(nn.Module):
-    """down(phi(up(x))). The rows of `up` are keys that the stream itself asks for, the columns of `down` their values.
-    A softmax divides the scores by the root of the width. The switch .matrix adds a matrix W_O behind `down`."""
+    """down(phi(up(x))). In words of attention, x is a query, a row of `up` is a key, and a column of `down` its value.
+    If phi is a softmax, the scores are divided by sqrt(C). The switch .matrix adds a matrix W_O behind `down`."""
 
-    linear = Linear  # of `up` and `down`
+    linear = Linear  # the class of `up` and `down`
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["p"], hidden: int = 0):
         super().__init__()
         C = cfg.n_embd
-        hidden = hidden or hidden_units(cfg, reader)  # given for an expert that all tokens read
+        hidden = hidden or hidden_units(cfg, reader)  # Experts gives it for the experts that all tokens read
         self.reader = reader
         self.phi, arity = kind_of(cfg, reader)
         unit = cfg.hidden_unit
         if reader.phi == "softmax":
-            unit = hidden  # so that it is over all units
+            unit = hidden  # one piece, because the softmax is over all hidden units
             self.phi = lambda scores: (scores * C**-0.5).softmax(-1)
-        self.pieces = (unit,) * arity  # sizes of a piece of gates and of its values, between which ranks may cut
+        self.pieces = (unit,) * arity  # rows of a group of `up`: a piece of the gates, then a piece of the values
         self.up = self.linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
         self.down = self.linear(cfg, hidden, C, "out")
         self.out = nn.Identity()
         if reader.out == "matrix":
             self.out = Linear(cfg, C, C, "second")
-            self.down.initial = self.up.initial  # W_O begins smaller instead, as the last layer
+            self.down.initial = self.up.initial  # not smaller, because W_O is the output layer here
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         return self.out(self.read(x))
 
     def read(self, x: Tensor, *ends: Tensor) -> Tensor:
-        """x (..., C) -> (..., C). Experts pass the rows of all of them as x, and where each one's end as `ends`."""
+        """x (..., C) -> (..., C). Of experts, x is sorted by expert, and `ends` are the ends of each expert's rows."""
         scores = self.up(x, *ends).unflatten(-1, (-1, sum(self.pieces)))
         hidden = self.phi(*scores.split(self.pieces, dim=-1))  # (..., F / unit, unit)
         return self.down(hidden.flatten(-2), *ends)
