@@ -491,17 +491,17 @@ class MLP(nn.Module):
         return self.down(hidden.flatten(-2), *ends)
 
 
-# ---- Attention: W_O sum_j phi(q . k_j) v_j over a pool of keys k_j and values v_j
-#                  queries   keys and values             position   cache             kernel
-# Attention        of x      of x                        yes        grows             ops.attention
-# CrossAttention   of x      of the encoder's output     no         made once         ops.attention
-# Slots            of x      parameters                  no         none              ops.attention
-# ShapedAttention  of x      keys of x, the values are x yes        grows             the same and uniform_attention
+# ---- Attention: each class reads another pool of keys and values, and all take their queries from x
+#                  keys and values                       position   cache             kernel
+# Attention        of x, and slots if any                yes        grows if causal   ops.attention
+# CrossAttention   of the encoder's output               no         made once         ops.attention
+# Slots            parameters                            no         none              ops.attention
+# ShapedAttention  keys of x; values x, or W_V x         yes        grows if causal   the same and uniform_attention
 
 
 class Heads(nn.Module):
-    """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j. Its subclasses, one for each source of keys and
-    values, make q, k and v in `project`; `read` adds positions, cache and mask, and `attend` computes the sum."""
+    """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j over a pool of keys k_j and values v_j. Subclasses
+    make q, k and v in `project`. Then `read` adds positions, cache and mask, and `attend` computes the sum."""
 
     per_head: tuple[str, ...] = ()  # parameters that have a row for each head
     strips: Callable | None = None  # see ops.attention
@@ -518,7 +518,7 @@ class Heads(nn.Module):
         self.phi = phi_of_heads(cfg, reader)
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
-        self.cache = None  # decoding sets a KVCache. If this stood on the class, blocks would be compiled anew then
+        self.cache = None  # decoding sets a KVCache. A class attribute would make torch.compile compile blocks again
         head_norm = RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
         self.k_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
@@ -532,12 +532,12 @@ class Heads(nn.Module):
             self.out = Linear(cfg, width, cfg.n_embd, "out")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        q, k, v = self.project(x, inputs)  # q (B, H, T, D); k and v (B, heads, S, D), where S is T but for a memory
+        q, k, v = self.project(x, inputs)  # q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv or H, S, D)
         y = self.read(self.q_norm(q), self.k_norm(k), v, inputs).transpose(1, 2)  # (B, T, H, D)
         return self.out(y.flatten(2))  # (B, T, C)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        """The heads' results (B, H, T, D) for normed q and k: of a pool that all queries see."""
+        """The heads' results (B, H, T, D) for normed q and k. Here, every query sees the whole pool."""
         return self.attend(q, k, v, Mask(causal=False))
 
     def add_per_head(self, name: str, initial: float | Normal, *shape: int):
@@ -547,8 +547,8 @@ class Heads(nn.Module):
         setattr(self, name, nn.Parameter(torch.empty(shape)))
 
     def make_slots(self, cfg: ModelConfig):
-        """n_slot slots for each key/value head: a learned value and its keys, of which a gated phi takes two. n_slot=0
-        means as many parameters as the MLP would have."""
+        """Make n_slot slots for each key/value head. A slot is a learned value with a learned key, or with two keys if
+        phi is gated. n_slot=0 means as many parameters as the MLP would have."""
         arity = kind_of(cfg, self.reader).arity  # keys of a value
         n = cfg.n_slot
         if n == 0:
@@ -556,12 +556,12 @@ class Heads(nn.Module):
             mlp = READER["p"]._replace(phi=phi, share=self.reader.share)
             parameters = (1 + kind_of(cfg, mlp).arity) * cfg.n_embd * hidden_units(cfg, mlp)
             n = max(1, round(parameters / ((arity + 1) * self.n_kv_head * self.head_dim)))
-        drawn = Normal(cfg.init_std * math.sqrt(cfg.n_embd))  # as a normed stream's keys
+        drawn = Normal(cfg.init_std * math.sqrt(cfg.n_embd))  # the standard deviation of a normed stream's keys
         self.add_per_head("slot_k", drawn, self.n_kv_head, arity * n, self.head_dim)
         self.add_per_head("slot_v", drawn, self.n_kv_head, n, self.head_dim)
 
     def projection(self, cfg: ModelConfig, role: str, *sizes: int) -> Linear:
-        """A layer that makes, for each key/value head, so many heads of queries, of keys and of values."""
+        """A layer that makes heads for each key/value head: sizes of G, 1, 1 mean G of q, one of k and one of v."""
         rows = tuple(n * self.head_dim for n in sizes)
         groups = self.n_kv_head
         return Linear(cfg, cfg.n_embd, groups * sum(rows), role, (groups, rows), cfg.bias or cfg.qkv_bias)
@@ -572,8 +572,8 @@ class Heads(nn.Module):
             self.q = self.projection(cfg, "into", self.group)
 
     def queries(self, x: Tensor) -> Tensor:
-        """(B, H, T, D)."""
-        x = x.to(ops.matmul_dtype(x))  # which autocast does not do where self.q is an identity
+        """x (B, T, C) -> q (B, H, T, D)."""
+        x = x.to(ops.matmul_dtype(x))  # because self.q may be an identity, where autocast converts nothing
         return self.split(self.q(x), self.group)[0]
 
     def split(self, x: Tensor, *sizes: int) -> Tensors:
@@ -582,7 +582,7 @@ class Heads(nn.Module):
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """phi of all scores, times the values. All kinds of attention call this function, so a variant goes here."""
+        """phi of all scores, times the values. A variant of softmax goes here, because all attention calls this."""
         slots = None
         if self.reader.slots == "joint_slots":
             slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
@@ -599,7 +599,7 @@ class Attention(Heads):
         self.causal = cfg.objective != "masked"
         self.position = layer_position(cfg, layer)
         self.make_projections(cfg, layer)
-        self.of_token = None
+        self.of_token = None  # or value embeddings (Hkv, V, D)
         if cfg.value_embedding and layer % 2 == 0:
             self.add_per_head("of_token", Normal(cfg.init_std), self.n_kv_head, cfg.vocab_size, self.head_dim)
         if reader.slots:
@@ -613,7 +613,7 @@ class Attention(Heads):
             self.kv = self.projection(cfg, "into", 1, 1)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
-        """q (B, H, T, D), k and v (B, heads, T, D), before norms and positions. Tokens add their vectors to v."""
+        """q (B, H, T, D), k and v (B, Hkv, T, D), before norms and positions. Value embeddings are added to v."""
         if self.reader.query == "heads":
             q, k, v = self.split(self.qkv(x), self.group, 1, 1)
         else:
@@ -624,10 +624,10 @@ class Attention(Heads):
         return q, k, v
 
     def values_of(self, idx: Tensor) -> Tensor:
-        """idx (B, T) -> each head's vectors of these tokens (B, heads, T, D). Each is a sum of one row, because threads
-        add up the gradients of an index, or of F.embedding in a compiled graph, in no fixed order."""
-        heads, V, D = self.of_token.shape
-        rows = idx[:, None] + V * torch.arange(heads, device=idx.device)[:, None]  # of a table (heads V, D)
+        """idx (B, T) -> value embeddings (B, Hkv, T, D). They are looked up as bags of one row, because threads add up
+        the gradients of an index, or of F.embedding in a compiled graph, in no fixed order."""
+        Hkv, V, D = self.of_token.shape
+        rows = idx[:, None] + V * torch.arange(Hkv, device=idx.device)[:, None]  # of a table (Hkv V, D)
         y = F.embedding_bag(rows.reshape(-1, 1), self.of_token.flatten(0, 1), mode="sum")
         return y.view(*rows.shape, D)
 
@@ -636,12 +636,12 @@ class Attention(Heads):
         unplaced = q
         q, k, v = self.position(q, k, v, inputs.table)
         if self.cache and self.causal:
-            k, v = self.cache.extend(k, v)  # (B, heads, S, E)
+            k, v = self.cache.extend(k, v)  # k (B, Hkv, S, E), v (B, Hkv or H, S, E)
         mask = Mask(self.causal, self.window, inputs.docs)
-        y = self.attend(q, k, v, mask)[..., : self.head_dim]
+        y = self.attend(q, k, v, mask)[..., : self.head_dim]  # without ALiBi's columns
         if self.reader.slots == "own_slots":
             slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
-            # Not self.attend, which context parallelism replaces: slots are not divided
+            # Not self.attend, because context parallelism replaces it by one that gathers k and v, and slots are whole
             y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))
         return y
 
