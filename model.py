@@ -659,7 +659,7 @@ class LayerNorm(nn.LayerNorm):
     initial = {"weight": 1.0, "bias": 0.0}
 
     def reset_parameters(self):
-        pass  # Model.init_weights fills all parameters
+        pass
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
@@ -678,7 +678,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class RMSNormEpsOutside(RMSNorm):
-    """x / (rms + eps) times a weight: the RMSNorm of arXiv:1910.07467's authors, and of He and Hofmann."""
+    """x / (rms + eps) times a weight: the RMSNorm of the authors of arXiv:1910.07467, and of those of 2311.01906."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = ops.at_least_float32(x)
@@ -692,7 +692,6 @@ NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "rmsnorm_eps_outside": lambda c: RMSNormEpsOutside(c.n_embd, c.norm_eps),
     "none": lambda c: nn.Identity(),
 }
-
 
 PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them, on the total; last = before the head
     "pre": {"before", "last"},
@@ -716,14 +715,14 @@ def norm(cfg: ModelConfig, role: str) -> nn.Module:
 
 
 def embedding(cfg: ModelConfig, rows: int, role: str) -> nn.Embedding:
-    """nn.Embedding without values. PyTorch would draw some, which import torch._dynamo for a second on the meta device,
-    and init_weights would replace them."""
+    """nn.Embedding without values, because init_weights draws them. On the meta device, nn.Embedding's own draw would
+    import torch._dynamo, which takes a second."""
     table = nn.Embedding(rows, cfg.n_embd, _weight=torch.empty(rows, cfg.n_embd))
     table.initial = {"weight": Normal(cfg.init_std)}
     return with_role(table, role)
 
 
-class NoEmbedding(nn.Identity):  # which takes any arguments, here cfg
+class NoEmbedding(nn.Identity):  # because nn.Identity's __init__ takes any arguments, here cfg
     """Returns x (B, T, C) unchanged."""
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
@@ -742,20 +741,19 @@ class LearnedEmbedding(nn.Module):
 
 
 class AttentionPosition(nn.Identity):
-    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged; the base class of encodings that act on them. Every
-    layer has its own, which may have parameters. What all layers need of the positions is the class's table, which is
-    computed once per forward."""
+    """Returns q (B, H, T, D), k and v (B, Hkv, T, D) unchanged: the base class of encodings that change them. A layer
+    has its own instance, perhaps with parameters. `table` is computed once per forward, for all layers."""
 
     @classmethod
     def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
-        """What all layers read of the positions t (T,): tensors (T, n), or (H, T, n) if each head has its own."""
+        """What forward needs to know of the positions t (T,): tensors (T, n), or (H, T, n) if each head has its own."""
         return ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensors) -> Tensors:
         return q, k, v
 
     def slots(self, k: Tensor, v: Tensor) -> Tensors:
-        """Keys and values (Hkv, M, D) of slots, which have no position, as wide as forward's: (Hkv, M, E)."""
+        """Keys and values of slots (Hkv, M, D) -> (Hkv, M, E), as wide as those of tokens. Slots have no position."""
         return k, v
 
 
@@ -765,19 +763,19 @@ class Rope(AttentionPosition):
 
     def __init__(self, cfg: ModelConfig, first: int = 0):
         super().__init__(cfg)
-        self.first = first  # entry of the table where this layer's cos and sin are
+        self.first = first  # index in the table: this layer's cos is there, and its sin behind it
         if cfg.head_size % 2:
             refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
-        scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # refuses a wrong rope_scaling
+        scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # called because it refuses a wrong rope_scaling
 
     @classmethod
     def table(cls, cfg: ModelConfig, t: Tensor, dtype: torch.dtype) -> Tensors:
         n = cfg.head_size // 2
-        turns = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
+        rotations = [scaled_frequencies(cfg, frequencies(n, cfg.rope_theta, t.device))]
         if "L" in cfg.pos_pattern:
-            turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
+            rotations.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
         out = []
-        for f, factor in turns:
+        for f, factor in rotations:
             angle = t[:, None] * f  # (T, n)
             cos = (factor * angle.cos()).to(dtype)
             sin = (factor * angle.sin()).to(dtype)
@@ -796,7 +794,7 @@ def frequencies(n: int, theta: float, device: torch.device) -> Tensor:
 
 
 def layer_position(cfg: ModelConfig, layer: int) -> AttentionPosition:
-    """What acts on q, k and v in this layer: by its letter of cfg.pos_pattern, cfg.pos or nothing."""
+    """The module that acts on q, k and v in this layer. The layer's letter in cfg.pos_pattern chooses it."""
     kinds = {"G": POSITION[cfg.pos][1], "N": AttentionPosition}
     if cfg.pos == "rope":
         kinds["L"] = partial(Rope, first=2)  # with rope_theta_local
@@ -814,8 +812,8 @@ def heads_of(cfg: ModelConfig, reader: Reader) -> tuple[int, int]:
     H = cfg.n_head
     Hkv = cfg.kv_heads
     if not cfg.head_dim and cfg.n_embd % H:
-        even = -(-cfg.n_embd // (2 * H)) * 2 * H  # heads of an even size, as RoPE needs
-        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {even}, or set head_dim")
+        width = -(-cfg.n_embd // (2 * H)) * 2 * H  # rounded up to heads of an even size, because RoPE needs one
+        refuse(cfg, "n_embd n_head", f"set n_embd to a multiple of n_head such as {width}, or set head_dim")
     if cfg.n_kv_head not in (0, Hkv):
         refuse(cfg, "n_kv_head attention", "mqa has one key/value head; set n_kv_head=0, or attention=gqa")
     if Hkv == 0 or H % Hkv:
@@ -842,8 +840,8 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
 
 
 def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
-    """The map from scores (..., T, S), of queries that see n (..., T, 1) keys, to weights; None = softmax. A map over
-    tokens is divided by n, and the sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431)."""
+    """A function of scores (..., T, S) and of the number n (..., T, 1) of keys that a query sees; None = softmax. Over
+    tokens, a map is divided by n, and a sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431)."""
     phi, arity = kind_of(cfg, reader)
     if phi is None:
         return None
@@ -857,7 +855,7 @@ def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
 
 
 def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> Tensors | None:
-    """Mask.docs for the document numbers of queries (B, T) and keys (B, S), and the first tokens of documents, if
+    """Mask.docs of document numbers of queries (B, T) and keys (B, S), and of the first tokens of documents if they are
     known. None without documents."""
     if queries is None or keys is None:
         return None
@@ -867,8 +865,8 @@ def documents(queries: Maybe, keys: Maybe, starts: Maybe, key_starts: Maybe) -> 
 
 
 def positions_in(docs: Tensors, t: Tensor) -> Tensor:
-    """Tokens at t (T,) of a text with these documents -> the position of each in its document, (B, T)."""
-    numbers = docs[1].contiguous()
+    """Positions t (T,) in a text -> positions in their documents, (B, T)."""
+    numbers = docs[1].contiguous()  # (B, S), of the whole text
     return t - torch.searchsorted(numbers, numbers[:, t])
 
 
@@ -950,7 +948,7 @@ POSITION = {  # flag -> (acts on the embedding, acts on q, k and v)
 
 
 def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
-    """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k."""
+    """RoPE's frequencies (n,) under cfg.rope_scaling, and the factor of q and of k (YaRN's, else 1)."""
     name, *words = (cfg.rope_scaling or "linear:1").split(":")
     try:
         numbers = [float(word) for word in words]
@@ -983,8 +981,8 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     """Pairs that turn more than `fast` times in the original context stay, those that turn less than `slow` times do
     not (arXiv:2309.00071)."""
     n = len(f)
-    original = original or cfg.block_size / factor  # the present context is the longer one
-    pairs = n / math.log(cfg.rope_theta)  # for each e-fold of the wavelength
+    original = original or cfg.block_size / factor  # because block_size is the extended context
+    pairs = n / math.log(cfg.rope_theta)  # pairs in which the wavelength grows by a factor of e
     first = max(math.floor(pairs * math.log(original / (fast * math.tau))), 0)
     last = min(math.ceil(pairs * math.log(original / (slow * math.tau))), 2 * n - 1)
     length = 1e-3 if first == last else last - first
