@@ -997,8 +997,8 @@ ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn
 
 
 class Neighbours(nn.Module):
-    """The n > 0 tokens before each one. A module that reads them holds one, and so declares how far it reads: decoding
-    gives it a cache of n rows, and context parallelism the rows of other processes."""
+    """Gives each token the n > 0 tokens before it. A module that reads them holds a Neighbours, because decoding gives
+    it a cache of n rows, and context parallelism the rows of other processes."""
 
     def __init__(self, n: int):
         super().__init__()
@@ -1016,7 +1016,7 @@ class Neighbours(nn.Module):
         return [row.flatten(-3, -2) for row in before]
 
     def pieces(self, x: Tensor) -> Tensor:
-        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). Under --cp, P is 2."""
+        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). P = 1, with --cp 2."""
         if self.cache:
             rows = self.cache.extend(x)
         else:
@@ -1025,7 +1025,7 @@ class Neighbours(nn.Module):
 
 
 class Convolution(nn.Module):
-    """x_t + w_0 x_t + w_1 x_{t-1} + ... over K tokens of a document, with a number w_i for each channel."""
+    """x_t + w_0 x_t + w_1 x_{t-1} + ... over K tokens of a document, where each channel has its own numbers w_i."""
 
     role = "whole"
 
@@ -1047,8 +1047,8 @@ class Convolution(nn.Module):
 
 
 class ExpertLinear(Linear):
-    """Linear maps of E experts: the rows of x (N, i) of the first expert, of the second, ... -> (N, o). `ends` (E,) are
-    the ends of their rows; weight (E, o, i). `fused` is about one expert's matrix."""
+    """A linear layer for each of E experts, with weight (E, o, i). The rows of x (N, i) are sorted by expert, and
+    `ends` (E,) says where each one's rows end. `fused` describes the matrix of one expert."""
 
     loop: Callable | None = None  # see ops.grouped_linear
 
@@ -1063,9 +1063,9 @@ class ExpertLinear(Linear):
 
 
 class LoadBalance(nn.Module):
-    """A bias for each expert, by which experts are chosen, but not weighed (arXiv:2408.15664). Its gradient is the
-    expert's load over the mean load, minus 1. So the ranks and micro-steps of a step add it up as they add up
-    gradients, and the optimizer moves the bias against its sign."""
+    """A bias for each expert. It counts where experts are chosen, but not in their weights (arXiv:2408.15664). Its
+    gradient is the expert's load over the mean load, minus 1. This is a gradient because ranks and micro-steps add up
+    gradients anyway. The optimizer moves the bias against the gradient's sign."""
 
     role = "whole"
 
@@ -1082,8 +1082,8 @@ class LoadBalance(nn.Module):
 class Experts(MLP):
     """sum_e w_e M_e(x) over the k experts that the router chooses for a token, plus those that all tokens read.
 
-    p is the softmax, or the sigmoid, of router(x) (E,). The experts with the largest p + bias are chosen; w is their p,
-    divided by its sum if k > 1. No token is left out, whatever the load of an expert.
+    p (E,) is the softmax, or the sigmoid, of router(x). The experts with the largest p + bias are chosen. w is their p,
+    divided by its sum if k > 1. No expert has a capacity, so no token is dropped.
     """
 
     linear = ExpertLinear
@@ -1139,7 +1139,7 @@ class CrossAttention(Heads):
             return self.split(self.kv(inputs.memory), 1, 1)
 
         if self.cache:
-            k, v = self.cache.once(pool)  # for all tokens that are decoded
+            k, v = self.cache.once(pool)  # because all decoded tokens read the same memory
         else:
             k, v = pool()
         return self.queries(x), k, v
@@ -1189,7 +1189,7 @@ class NearIdentity(Linear):
         self.initial = {"weight": 0.0}
         self.skip = Gain(1.0)
         self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
-        self.same = with_role(nn.Identity(), role)  # tensor parallelism cuts or pads x here as the matrix's result
+        self.same = with_role(nn.Identity(), role)  # because tensor parallelism cuts or pads x here like W x
 
     def forward(self, x: Tensor) -> Tensor:
         return self.skip(self.same(x)) + self.resid(super().forward(x))
@@ -1199,7 +1199,7 @@ class ShapedAttention(Attention):
     """(alpha_h I + beta_h softmax(q_h k_h^T / sqrt(D)) - gamma_h U) x_h (arXiv:2311.01906, equation 9; 2306.17759).
 
     U is the same attention with q = k = 0. So the initial values, W_Q = 0 and gains of 1, make this the identity. I and
-    U are never built as matrices. Values and output are x itself, or start near x where they are trained.
+    U are never built as matrices. W_V and W_O are identities, and begin as identities where they are trained.
     """
 
     def make_projections(self, cfg: ModelConfig, layer: int):
@@ -1225,12 +1225,12 @@ class ShapedAttention(Attention):
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # each query head has its own value, a chunk of x
+        k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # because each query head has its own value
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
         uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
         y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
-        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform
-        return y.to(v.dtype)  # not the gains, whose steps are smaller than those of 16 bits
+        y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform  # v of the queries' own tokens
+        return y.to(v.dtype)  # the gains themselves stay in float32, because 16 bits would round their steps away
 
 
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
@@ -1261,9 +1261,9 @@ def cross(cfg: ModelConfig, layer: int) -> list[Sum]:
 
 BLOCK: dict[str, str | Callable[[ModelConfig, int], list[Sum]]] = {  # name -> its string, or what makes the sums
     "standard": "c,p",  # s = s + A(n1(s)); s = s + M(n2(s)) (arXiv:1706.03762, norms in front as in GPT-2)
-    "parallel": "m,c+p",  # s = s + A(n(s)) + M(n(s)) (GPT-J; PaLM, arXiv:2204.02311), behind the memory's sum
-    "superblock": "c+p",  # the same, where the memory's sum comes last
+    "parallel": "m,c+p",  # s = s + A(n(s)) + M(n(s)) (GPT-J; PaLM, arXiv:2204.02311); m if there is an encoder
+    "superblock": "c+p",  # the same; if there is an encoder, a sum that reads its memory follows
     "simplified": simplified,
     "simplified_parallel": simplified_parallel,
 }
-ModelConfig.NAMES = {"block": BLOCK}
+ModelConfig.NAMES = {"block": BLOCK}  # set here, because flags.py cannot import this file
