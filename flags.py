@@ -1,15 +1,15 @@
 """Flags: the rules in their comments, how a wrong one is refused, and the readers that a string of --block names.
 
 A flag is a line of a dataclass, `name: type = default  # [rule] doc`. A comment below it that begins with a bracket
-continues it. The rules of a flag all hold, or it is refused:
+continues it. All rules of a flag must hold:
 
     [pos=rope]      the flag has an effect only then: beside other flags it must keep its default
     [>0] [<1]       what the number itself must be. Without such a rule, it is at least 0. [any] allows all numbers
     [data]          no rule: the flag changes what is learnt from the data, so a model is evaluated with its value
 
-A rule has terms, joined by `and` and `or`: name=value|value and name!=value, where a value may hold a * as file names
-do, name>number, or the name of a fact, a bool property of the dataclass whose docstring says it in words. A flag that
-the dataclass does not have is no obstacle, but `check_rules` refuses it in the flags of a command.
+A rule has terms, joined by `and` and `or`. A term is name=value|value, name!=value, name>number or the name of a fact.
+A value may hold a *, as in file names. A fact is a bool property of the dataclass; errors quote its docstring. A term
+about a flag that the dataclass does not have holds, but `check_rules` refuses it in the flags of a command.
 """
 
 import ast
@@ -49,9 +49,9 @@ class Flag(NamedTuple):
 class Flags:
     """The base class of a dataclass of flags. ValueError names a flag that breaks a rule of its comment."""
 
-    sources = {}  # flag -> where it was set, such as config/x.py:3 or a checkpoint, if the configurator did
+    sources = {}  # flag -> where the configurator has found its value, such as config/x.py:3 or a checkpoint
     given = frozenset()  # the flags among them that a file or the command line has set
-    left_out = []  # a line for each flag of a file that the configurator has left out
+    left_out = []  # a line of text for each flag that the configurator has left out
 
     def __post_init__(self):
         check_limits(self)
@@ -67,7 +67,7 @@ def refuse(cfg: Flags, names: str, why: str) -> NoReturn:
 
 
 def setting(name: str, value: object, place: str) -> str:
-    """A flag, its value, of which long ones are cut, and where it was set, as errors name them."""
+    """A flag, its value and where it was set, as errors name them. A long value is cut."""
     text = f"{name}={value}"
     if isinstance(value, str) and (iskeyword(value) or not value.isidentifier()):
         text = f"{name}={value!r}"
@@ -227,7 +227,7 @@ def flags_of_data(cls: type) -> list[str]:
 
 
 class Reader(NamedTuple):
-    """What is added to the residual stream: four choices (source to out), slots, and its share of the layer."""
+    """A reader in a string of --block: four choices (source to out), slots, and its share of heads or hidden units."""
 
     name: str = "attn"  # of the module, on which its initial weights depend
     source: str = "context"  # of keys and values: context, memory, parameters, experts (parameters that a router picks)
@@ -299,7 +299,7 @@ def parsed_reader(word: str) -> Reader:
 
 
 def check_layer(cfg: "LayerFlags"):
-    """ValueError if not each string of cfg.block can be built in some layer."""
+    """ValueError if a string of cfg.block cannot be built, or has no layer."""
     for reader, _ in cfg.readers:
         check_reader(cfg, reader)
     if len(cfg.strings) > cfg.n_layer:
@@ -340,7 +340,7 @@ def fact_of_readers(words: str, test: Callable[[Reader], bool]) -> property:
 class LayerFlags(Flags):
     """The base class of ModelConfig: what follows from its flags, mostly about the readers of each layer."""
 
-    NAMES: ClassVar[dict[str, dict]] = {"block": {}}  # flag -> the names of some of its texts, which model.py fills in
+    NAMES: ClassVar[dict[str, dict]] = {"block": {}}  # flag -> names for values of it; model.py sets BLOCK
 
     @property
     def has_name(self) -> bool:
@@ -368,8 +368,8 @@ class LayerFlags(Flags):
         return self.sums_of(self.strings[layer % len(self.strings)])
 
     def sums_of(self, string: str) -> Sums:
-        """The readers of each sum of a layer. A decoder whose string has no m reads the memory in a sum of its own
-        after the first sum with a c, or first of all; a model without an encoder has no m."""
+        """The readers of each sum of a layer. Without an encoder, each m is left out. With one, a string without an m
+        gets a sum that reads the memory: after the first sum with a c, or at the beginning."""
         try:
             sums = parsed(string)
         except ValueError as error:
@@ -385,7 +385,7 @@ class LayerFlags(Flags):
 
     @property
     def network(self) -> dict:
-        """Values for those flags of which some have two spellings. Flags of one network have equal ones."""
+        """One value for each flag that can be written in several ways. Equal networks have equal values here."""
         made = self.NAMES["block"].get(self.block)
         if callable(made):
             wiring = [self.block, *self.strings]
@@ -436,12 +436,12 @@ class LayerFlags(Flags):
 
     @property
     def hidden_unit(self) -> int:
-        """Hidden units per piece. In each piece, a gated kind's gates stand before its values."""
+        """Hidden units per piece of an MLP. In each piece, a gated MLP's gates stand before its values."""
         return 64 if self.n_embd % 64 == 0 else 1
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and head: vocab_size, to which Config adds padding that no token and no loss uses."""
+        """Rows of embedding and head. Config overrides this to add padding rows. No token and no loss uses them."""
         return self.vocab_size
 
     @property
