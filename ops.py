@@ -54,8 +54,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x. PyTorch's is a fused kernel on
-    GPUs, and a dozen passes on CPUs."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x. CPUs have a function of ours,
+    because PyTorch's takes a dozen passes there; on GPUs it is a fused kernel."""
     if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return RMSNormOfCPU.apply(x, weight, eps)
     with keeping_dtype(x):
@@ -70,8 +70,8 @@ def keeping_dtype(x: Tensor) -> AbstractContextManager:
 
 
 class RMSNormOfCPU(torch.autograd.Function):
-    """RMSNorm in few passes. Its gradient is that of LayerNorm with a mean of 0, whose kernel is fast, but for one
-    term: LayerNorm subtracts the mean of the gradient times the weight. The backward adds it again."""
+    """RMSNorm in few passes. The backward calls LayerNorm's fast kernel with a mean of 0. Because this kernel also
+    subtracts the mean of the gradient times the weight, the backward adds it again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -103,8 +103,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def dropped(x: Tensor, p: float) -> Tensor:
     """Each element of x is 0 with probability p, otherwise divided by 1 - p.
 
-    In eager mode on a CPU, 16 random bits decide on each element, as Bernoulli draws take longer than a small model's
-    matrix products. p is rounded to 1 / 65536.
+    In eager mode on a CPU, 16 random bits decide on each element, because Bernoulli draws take longer than a small
+    model's matrix products. p is rounded to 1 / 65536.
     """
     if p == 0:
         return x
@@ -129,7 +129,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b in float32, also where autocast computes products in 16 bits: rounding would change choices."""
+    """x W^T + b in float32, also under autocast, because rounding would change which experts are chosen."""
     x = at_least_float32(x)
     weight = at_least_float32(weight)
     if bias is not None:
@@ -141,7 +141,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def has_values(x: Tensor) -> bool:
-    """False for tensors that have a shape and a dtype alone: those on the meta device, and the fake ones of a plan."""
+    """Whether x has values. Tensors on the meta device and the fake tensors of a plan have only a shape and a dtype."""
     return not x.is_meta and type(x).__name__ != "FakeTensor"
 
 
@@ -153,9 +153,9 @@ def by_expert(expert: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, loop: Callable | None) -> Tensor:
-    """x_r W_e^T + b_e, where e is the expert of row r: the first one's rows are those before ends_0, the second one's
-    those before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). What
-    PyTorch's kernel does not take, `loop` computes, or linear_by_linear if it is None."""
+    """x_r W_e^T + b_e, where e is the expert of row r. The rows of expert 0 end before ends_0, those of expert 1 follow
+    and end before ends_1, and so on. x (N, i), weight (E, o, i), bias (E, o), ends (E,) -> (N, o). `loop`, or
+    linear_by_linear if it is None, computes what PyTorch's kernel does not take."""
     dtype = matmul_dtype(x)
     x = x.to(dtype)
     weight = weight.to(dtype)
@@ -179,7 +179,7 @@ def linear_by_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class WithGradient(torch.autograd.Function):
-    """x unchanged; the gradient of `parameter`, which is not in x, is `grad`, whatever that of x."""
+    """Returns x. In the backward, `parameter` gets the gradient `grad`, though x does not depend on it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, parameter: Tensor, grad: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class WithGradient(torch.autograd.Function):
 
 
 class Mask(NamedTuple):
-    """The keys that each of T queries sees: a range [lo, hi) of S keys. In self-attention, queries are the last T."""
+    """Which of S keys each of T queries sees: a range [lo, hi). In self-attention, queries are the last T tokens."""
 
     causal: bool = True
     window: int = 0  # positions before (and, if not causal, after) the query's, its own included; 0 = all
@@ -221,8 +221,8 @@ class Mask(NamedTuple):
 
 
 def boundaries(starts: Tensor, T: int) -> Tensor:
-    """starts (B, n), the first token of documents 0 ... n - 1 in rows of T tokens, or T if there is none -> the same
-    in all rows one after another, and the end B T: int32 (B n + 1,). Documents that a row does not have are empty."""
+    """starts (B, n), where documents 0 ... n - 1 begin in each row of T tokens, or T where a row has no such document
+    -> where they begin in all rows joined to one, and the end B T: int32 (B n + 1,). Absent documents are empty."""
     B = len(starts)
     row = T * torch.arange(B, device=starts.device).view(-1, 1)
     firsts = (starts + row).flatten()
@@ -266,7 +266,8 @@ def attention(
 
     q (B, H, T, E), k and v (B, Hkv, S, E). The columns from D on hold a position bias, which is not capped. slots are
     keys and values (Hkv, M, E) that every query sees. strips is strip_attention, perhaps kept out of torch.compile.
-    phi(scores (..., T, S), n (..., T, 1)) replaces the softmax over n keys. It is 0 for large negative scores.
+    phi(scores (..., T, S), n (..., T, 1)) replaces the softmax, where n counts the keys that a query sees. It must be 0
+    for large negative scores, because hidden keys get these.
     """
     T = q.size(2)
     if T == 1 and mask.causal and mask.docs is None:  # the only query is the last one: it sees the last W keys, or all
@@ -299,7 +300,7 @@ def attention(
 
 def takes_flash(device: str, dtype: torch.dtype, width: int, dropout: float = 0.0) -> bool:
     """Whether CUDA's flash operators accept queries of this dtype and width, and the user has not switched them off by
-    torch.backends.cuda.enable_flash_sdp(False). float16 is mostly used on GPUs older than those that they support."""
+    torch.backends.cuda.enable_flash_sdp(False). float16 is left out, because mostly older GPUs use it."""
     if device != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
         return False
     widest = 192 if dropout else 256  # with dropout, the backward of wider heads computes nothing on some GPUs
@@ -307,10 +308,11 @@ def takes_flash(device: str, dtype: torch.dtype, width: int, dropout: float = 0.
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
-    """PyTorch's attention in a fused kernel. Beside a mask or without FlashAttention, CUDA has none for grouped heads;
-    so keys and values are repeated, else PyTorch would make a (T, S) matrix. For at most 256 keys on a CPU,
-    bfloat16 inputs become float32, whose backward is up to six times as fast. cuDNN's kernel, which PyTorch prefers on
-    some GPUs, computes only self-attention with a backward, without mask and dropout: see docs/performance.md."""
+    """PyTorch's attention in a fused kernel. With a mask or without FlashAttention, keys and values are repeated on
+    CUDA, because no fused kernel takes grouped heads then, and PyTorch would make a (T, S) matrix. For at most 256 keys
+    on a CPU, bfloat16 inputs become float32, because its backward is up to six times as fast. PyTorch prefers cuDNN's
+    kernel on some GPUs. Here, it computes only self-attention with a backward, without mask and dropout, for reasons in
+    docs/performance.md."""
     group = q.size(1) // k.size(1)
     dtype = matmul_dtype(q)
     if q.device.type == "cpu" and dtype == torch.bfloat16 and k.size(2) <= 256:
@@ -353,7 +355,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, d
 def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tuple, slots: int, rows: int) -> Tensor:
     """Attention in strips of `rows` queries: any mask and score in O(rows S) memory. All queries see the first `slots`
     keys, which have the numbers -slots ... -1. Several strips are recomputed in the backward; a single one is not. mask
-    has the fields of a Mask: torch.compile passes no named tuple between its graphs."""
+    is a tuple of a Mask's fields, because torch.compile passes no named tuple between its graphs."""
     mask = Mask(*mask)
     T = q.size(2)
     S = k.size(2) - slots
@@ -453,8 +455,9 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk
 
 
 def rows_at_once(n: int, chunk: int, vocab_size: int, device: torch.device) -> int:
-    """How many of n tokens have logits at once in the loss: at most `chunk`, or if it is 0, 1 GiB of them in float32
-    on a GPU, and 128 MiB elsewhere. All chunks are equal, for one compiled graph, unless twice as many are needed."""
+    """How many of n tokens have logits at once in the loss. This is at most `chunk`. chunk=0 means logits of 1 GiB in
+    float32 on a GPU, and of 128 MiB elsewhere. All chunks have equal sizes, because a compiled graph has one size,
+    unless this would take twice as many chunks."""
     numbers = 2**28 if device.type == "cuda" else 2**25
     most = chunk or max(1, numbers // vocab_size)
     fewest = -(-n // most)
@@ -465,8 +468,8 @@ def rows_at_once(n: int, chunk: int, vocab_size: int, device: torch.device) -> i
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor):
-    """out += a b: a (n, k), b (k, m), and out (n, m) of their dtype, or of float32. CUDA sums products of 16 bits in
-    float32, and needs no copy in 16 bits."""
+    """out += a b, for a (n, k), b (k, m) and out (n, m). out has their dtype, or float32: then CUDA sums products of 16
+    bits in float32, without a copy in 16 bits."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif out.is_cuda:
@@ -498,7 +501,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, softcap: float, gradient: bool) 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of the cross entropies of logits x W^T, which never exist as (N, V): the forward computes loss and gradients
     chunk by chunk. options: the softcap, rows of a chunk, chunk_loss, and whether there is a backward. The backward
-    works once, because it multiplies the stored gradients in place by the incoming one, which has float16's scale."""
+    can run only once, because it multiplies the stored gradients in place by the incoming one, float16's loss scale."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, options: tuple) -> Tensor:
