@@ -103,7 +103,7 @@ def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[
 
 
 def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
-    """The settings by name, in the types of the flags of `cls`. nanoGPT's become ours, and retired ones go."""
+    """The settings by name, in the types of the flags of `cls`. nanoGPT's become ours; retired ones are left out."""
     found = {}
     theirs = getattr(cls, "NANOGPT", {})
     for spelling, value, place in settings:
@@ -117,9 +117,9 @@ def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
 
 
 def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | None = None, origin: str = "") -> T:
-    """The second half of parse: the flags `given`, then those `stored` at the place `origin`, such as a checkpoint's,
-    then the defaults of `cls`. A flag that the others do not use is left out: a stored one always, one of a file, with
-    a line in `left_out`, if the command line is the reason or its value is useless. Any other is refused."""
+    """The second half of parse. A flag has its value in `given`, else in `stored` (of `origin`, such as a checkpoint),
+    else its default. A flag without effect beside the others is left out if it is stored. One of a file is, with
+    a line in `left_out`, if the command line is the reason or its value is useless. Otherwise it is refused."""
     defaults = typed(cls, [Setting(name, value, origin) for name, value in (stored or {}).items()])
     settings = defaults | given
     cfg = cls.__new__(cls)  # first without its own check
@@ -128,7 +128,7 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     cfg.given = frozenset(given)
     cfg.left_out = []
     if isinstance(cfg, Flags):
-        check_limits(cfg)  # facts count layers
+        check_limits(cfg)  # before any rule, because facts count layers
     overruled = set()  # by the command line, or because nothing changes with it
     for name, why in getattr(cfg, "useless", {}).items():
         if name in given:
@@ -145,7 +145,7 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
                 refuse_unused(cfg, name, rules)
             states = [f"{other}={getattr(cfg, other)}" for other in others if other != name]
             reasons[name] = f"it does not go with {', '.join(states)}"
-        for name, why in reasons.items():  # beside its default, others may have no effect
+        for name, why in reasons.items():  # then again, because others may have no effect beside these defaults
             leave_out(cfg, name, why, settings, given, defaults)
     cfg.__init__(**{name: each.value for name, each in settings.items()})
     if isinstance(cfg, ModelConfig):
@@ -154,8 +154,8 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
 
 
 def leave_out(cfg: Flags, name: str, why: str, settings: dict, given: dict, defaults: dict):
-    """Forget a flag that has no effect, or go back from a file's setting to a checkpoint's. ValueError if it stands on
-    the command line."""
+    """Forget a flag that has no effect, or go back from a file's setting to a checkpoint's. ValueError if the flag was
+    set on the command line."""
     setting_of = settings.pop(name)
     if setting_of.place == COMMAND_LINE:
         refuse(cfg, name, f"{why}; leave it out")
@@ -273,7 +273,7 @@ def coerce(value: Any, kind: Any) -> Any:
 
 
 def try_flags(cfg: ModelConfig):
-    """ValueError if no model has these flags: makes one on the meta device, without memory and work."""
+    """ValueError if no model can have these flags. Makes one on the meta device, which costs no memory and no work."""
     flags = copy(cfg)
     flags.vocab_size = cfg.vocab_size or 1
     with torch.device("meta"):
