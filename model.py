@@ -931,7 +931,7 @@ class Alibi(AttentionPosition):
 
 
 def alibi_slopes(n_head: int, device: torch.device | str = "cpu") -> Tensor:
-    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: the slopes of the power p below, then half of 2p's."""
+    """Slopes (H,): 2^(-8i/H), i = 1..H. If H is no power of two: those of the power p below, then of 2p with odd i."""
     p = 2 ** int(math.log2(n_head))
     of_power = torch.arange(1, p + 1, device=device) / p
     of_rest = (2 * torch.arange(n_head - p, device=device) + 1) / (2 * p)
