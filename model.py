@@ -69,7 +69,7 @@ class ModelConfig(LayerFlags):
     mlp_ratio: float = 4.0  # [>0] [<65536] hidden width over n_embd; gated kinds take 2/3 of it
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
     conv: int = 0  # [<=64] K taps of a causal convolution of each channel alone (arXiv:2109.08668, 2512.17351); 0 = off
-    # [conv!=1] [objective=causal] What it gives is added to what a sum's readers see (docs/blocks.md).
+    # [conv!=1] [objective=causal] Its result is added to the input of a sum's readers (docs/blocks.md).
     simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train W_V
     simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
@@ -77,7 +77,7 @@ class ModelConfig(LayerFlags):
     n_expert: int = 0  # [<=65536] [n_expert=0 or has_e] experts of an MLP (arXiv:1701.06538); 0 = dense
     n_expert_active: int = 2  # [>0] [<=65536] [n_expert>0] experts that a token reads
     n_expert_shared: int = 0  # [<=65536] [n_expert>0] experts that all tokens read besides (arXiv:2401.06066)
-    expert_ratio: float = 0.0  # [<65536] [n_expert>0] as mlp_ratio, of one; 0 = mlp_ratio / (active + shared)
+    expert_ratio: float = 0.0  # [<65536] [n_expert>0] mlp_ratio of each; 0 = mlp_ratio / (active + shared)
     router: Literal["softmax", "sigmoid"] = "softmax"  # [n_expert>0] scores (Mixtral, arXiv:2401.04088; DeepSeek-V3)
     router_balance: Literal["bias", "none"] = "bias"  # [n_expert>0] prefer rarely read experts (arXiv:2408.15664)
     n_dense_layer: int = 0  # [n_expert>0 and has_name] first layers that have no experts
@@ -186,7 +186,7 @@ class Stack(nn.Module):
         return Inputs(table, docs, memory, memory_docs, idx, place)
 
     def through_blocks(self, x: Tensor, inputs: Inputs) -> Tensor:
-        x = self.first_norm(x).to(x.dtype)
+        x = self.first_norm(x).to(x.dtype)  # because the stream keeps its dtype
         inputs = inputs._replace(shared=Shared())
         for block in self.blocks:
             x = block(x, inputs)
@@ -214,7 +214,7 @@ class Model(Stack):
         self.encoder = None
         if cfg.objective == "seq2seq":
             flags = copy(cfg)
-            flags.objective = "masked"
+            flags.objective = "masked"  # because tokens of the source see both sides
             flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
             self.encoder = Stack(flags)
         self.chunk_loss = ops.chunk_loss  # compilation and tensor parallelism replace it
@@ -693,7 +693,7 @@ NORM: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "none": lambda c: nn.Identity(),
 }
 
-PLACEMENT = {  # flag -> places of the norms: before a sum's readers, after them, on the total; last = before the head
+PLACEMENT = {  # flag -> where norms are: before a sum's readers, after them, on its total, or last, before the head
     "pre": {"before", "last"},
     "post": {"total"},
     "after": {"after", "last"},
@@ -763,7 +763,7 @@ class Rope(AttentionPosition):
 
     def __init__(self, cfg: ModelConfig, first: int = 0):
         super().__init__(cfg)
-        self.first = first  # index in the table: this layer's cos is there, and its sin behind it
+        self.first = first  # index of this layer's cos in the table, behind which its sin stands
         if cfg.head_size % 2:
             refuse(cfg, "pos head_size", "RoPE turns pairs of channels; make head_dim, or n_embd / n_head, even")
         scaled_frequencies(cfg, torch.ones(1, device="cpu"))  # called because it refuses a wrong rope_scaling
@@ -904,7 +904,7 @@ class Alibi(AttentionPosition):
         k   j // 256, j % 256, 0, 0
 
     A slot has the columns 0, 0, 1, 1. Its score then contains m_h i, as all scores of query i do; softmax cancels it.
-    Four columns of zeros follow, as the fused kernels need multiples of 8. v gets eight, which attention drops again.
+    Four columns of zeros follow, because fused kernels need multiples of 8. v gets eight zeros, which attention drops.
     """
 
     @classmethod
@@ -965,6 +965,7 @@ def scaled_frequencies(cfg: ModelConfig, f: Tensor) -> tuple[Tensor, float]:
     return f * kept + f / factor * (1 - kept), growth
 
 
+# Each function maps frequencies (n,) to numbers from 0 to 1 (n,): 1 keeps a frequency, and 0 divides it by the factor.
 def linear_scaling(f: Tensor, cfg: ModelConfig, factor: float) -> Tensor:
     """No frequency stays: position interpolation (arXiv:2306.15595)."""
     return torch.zeros_like(f)
@@ -989,7 +990,6 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     return 1 - ((torch.arange(n, device=f.device) - first) / length).clamp(0, 1)
 
 
-# Each function maps frequencies (n,) to numbers from 0 to 1 (n,): 1 keeps a frequency, and 0 divides it by the factor.
 ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
 
 
@@ -1080,7 +1080,7 @@ class LoadBalance(nn.Module):
 
 
 class Experts(MLP):
-    """sum_e w_e M_e(x) over the k experts that the router chooses for a token, plus those that all tokens read.
+    """sum_e w_e M_e(x) over the k experts (MLPs M_e) that the router chooses for a token, plus those of all tokens.
 
     p (E,) is the softmax, or the sigmoid, of router(x). The experts with the largest p + bias are chosen. w is their p,
     divided by its sum if k > 1. No expert has a capacity, so no token is dropped.
@@ -1207,7 +1207,7 @@ class ShapedAttention(Attention):
         if self.n_head * D != cfg.n_embd:
             refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
         self.qk = self.projection(cfg, "into", self.group, 1)
-        keys_alone = Normal(cfg.init_std, zero=self.group * D, period=(self.group + 1) * D)  # W_Q = 0
+        keys_alone = Normal(cfg.init_std, zero=self.group * D, period=(self.group + 1) * D)  # W_Q = 0 in each group
         self.qk.initial = {"weight": keys_alone, "bias": 0.0}
         trained = cfg.simplified_value_proj
         self.value = with_role(nn.Identity(), "into")
