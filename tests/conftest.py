@@ -6,14 +6,11 @@ import signal
 from engine import start
 
 start()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as pytest needs it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, and tests send it
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else CUDA refuses processes that are forked after is_available()
-
 import gc
 import importlib.util
 import shutil
 from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,22 +38,37 @@ settings.load_profile("fixed")
 compilation.choose_folder()  # also for child processes, which read the variable that it sets
 
 
-for kind in (torch.cuda, torch.xpu, torch.mtia):
-    # Where there is none, torch.manual_seed keeps the lines of the stack for it, which takes longer than a small model
-    kind.traceback = SimpleNamespace(format_stack=list)
-gc.disable()  # until all tests are collected: a quarter of the start, and hardly anything that is made there is garbage
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection():
+    """All changes of this process, which tests share and users do not have. None changes what a program computes."""
+    # pytest needs the exception KeyboardInterrupt, and `start` has chosen that Ctrl-C ends the process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests send SIGHUP, and a suite under nohup would ignore it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Otherwise CUDA refuses processes that are forked after torch.cuda.is_available().
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # A save waits for the disk because power may fail, and no test takes the power away. fstat needs an open file too.
+    os.fsync = os.fstat
+    # For a device that is absent, torch.manual_seed keeps the stack's lines, which takes longer than a tiny model.
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.traceback = SimpleNamespace(format_stack=list)
+    # Hardly anything that is imported or collected becomes garbage, and looking for it is a quarter of the start.
+    gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
+        # Each collection of garbage would walk all modules and tests, so they are frozen. A run in this process ends
+        # with gc.unfreeze, which would undo that.
         gc.freeze()
-        gc.unfreeze = lambda: None  # which a run in this process calls: else each collection walks all modules again
+        gc.unfreeze = lambda: None
         gc.set_threshold(20_000, 50, 100)
-        ranks.fork_server()
+        # multiprocessing starts its fork server as a new Python, which would import all again: a copy of this process
+        # takes its place. Other Pythons are started as usual, the resource tracker's among them.
+        resource_tracker.ensure_running()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(util, "spawnv_passfds", ranks.serve)
+            forkserver.ensure_running()
 
 
 def pytest_addoption(parser):
@@ -65,7 +77,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    os.fsync = os.fstat  # fails too if the handle is closed, and does not wait: no test takes the power away
     if config.option.brief:
         config.pluginmanager.register(brief)
 

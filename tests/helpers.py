@@ -28,7 +28,9 @@ TINY = [
 
 
 def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's log."""
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def state_of(where: Path) -> dict:
@@ -37,9 +39,10 @@ def state_of(where: Path) -> dict:
 
 
 def edit_state(where: Path, **changes):
-    """Replace keys of it."""
+    """Replace keys of a checkpoint's state.json."""
     file = checkpoint.find(where) / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | changes))
 
 
 def holds_files(folder: Path) -> bool:
@@ -57,7 +60,9 @@ def tensors_in(where: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_in(where: Path) -> dict[str, torch.Tensor]:
-    return {name[6:]: x for name, x in tensors_in(where).items() if name.startswith("model.")}
+    """The parameters of a checkpoint, or of a run's latest one, by their names in the model."""
+    tensors = tensors_in(where)
+    return {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
 
 
 TIMES = {"tokens_per_s", "mfu", "ms_per_step", "peak_memory_bytes"}
@@ -81,30 +86,18 @@ def steps_of(folder: Path) -> list[tuple]:
 
 def distance(lines: list[tuple], exact: list[tuple]) -> float:
     """The largest difference of two runs' `losses`, relative to the second's. There are three lines at least."""
-    assert len(lines) == len(exact) >= 3
-    pairs = [pair for a, b in zip(lines, exact, strict=True) for pair in zip(a, b, strict=True)]
-    assert all((a is None) == (b is None) for a, b in pairs)
-    return max(abs(a - b) / (abs(b) or 1) for a, b in pairs if b is not None)
+    assert len(exact) >= 3, f"only {len(exact)} lines are compared"
+    largest = 0.0
+    for line, expected in zip(lines, exact, strict=True):
+        for number, right in zip(line, expected, strict=True):
+            if right is None:
+                assert number is None, f"{line} instead of {expected}"
+            else:
+                largest = max(largest, abs(number - right) / (abs(right) or 1))
+    return largest
 
 
 IN_FLOAT64 = "--dtype=float64"
-
-
-def in_both(runs: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
-    """The flags of each run, by name, and the same for float64."""
-    return [pair for name, flags in runs.items() for pair in ((name, flags), (f"{name}, wide", [*flags, IN_FLOAT64]))]
-
-
-def assert_same_but_for_rounding(folder: Path, alone: dict[str, Callable[..., list[tuple]]], in_float32: list[str]):
-    """The `losses` of the runs that `in_both` has named are those that alone[name](*flags) has of one process: in
-    float64 to 1e-9; in float32, which only some runs are `in_float32`, they may differ from float64 ten times as much
-    as the worst of these does in one process, as that depends on the CPU."""
-    exact = {name: call(IN_FLOAT64) for name, call in alone.items()}
-    for name in alone:
-        assert (error := distance(losses(folder / f"{name}, wide"), exact[name])) < 1e-9, f"{name}: {error} in float64"
-    usual = max([distance(alone[name](), exact[name]) for name in in_float32], default=0.0)
-    for name in in_float32:
-        assert (error := distance(losses(folder / name), exact[name])) < 10 * usual, f"{name}: {error}, usual: {usual}"
 
 
 def shards_of(*arrays: np.ndarray) -> list[Shard]:
@@ -129,11 +122,16 @@ def assert_rounds_alike(got, plain, exact, what: str):
     n roundings more; and at least a hundredth, as those of another dtype would not be. A common factor that is smaller
     than the errors of single numbers shows in the projection on exact, where roundings average out."""
     got, plain, exact = (torch.as_tensor(x).detach().double().flatten() for x in (got, plain, exact))
-    unit, size, root = torch.finfo(torch.bfloat16).eps / 2, exact.norm(), len(exact) ** 0.5
-    error, usual = ((x - exact).norm() / size for x in (got, plain))
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    size = exact.norm()
+    root = len(exact) ** 0.5
+    error = (got - exact).norm() / size
+    usual = (plain - exact).norm() / size
     limit = 3 * usual + unit / root
-    assert usual / 100 <= error <= limit, f"{what} errs by {error:.1e} of its size, bfloat16 explains {limit:.1e}"
-    factor, limit = 1 + (got - plain) @ exact / size**2, unit + 4 * usual / root
+    assert error <= limit, f"{what} errs by {error:.1e} of its size, bfloat16 explains {limit:.1e}"
+    assert error >= usual / 100, f"{what} errs by {error:.1e} of its size, which is too little for bfloat16"
+    factor = 1 + (got - plain) @ exact / size**2
+    limit = unit + 4 * usual / root
     assert abs(factor - 1) <= limit, f"{what} is {factor:.4f} times what it should be, bfloat16 explains {limit:.4f}"
 
 
@@ -163,36 +161,41 @@ def refused(main: Callable, argv: list, capture, fragments: Iterable[str] = ()) 
     with pytest.raises(SystemExit) as stop:
         main([str(arg) for arg in argv])
     out, err = capture.readouterr()
-    assert stop.value.code == 2, (out, err)
-    assert err.startswith("error: ") and len(err.strip().splitlines()) == 1 and "Traceback" not in err, err
-    assert all(fragment in err for fragment in fragments), err
+    assert stop.value.code == 2, f"exit code {stop.value.code}\n{out}\n{err}"
+    assert err.startswith("error: "), err
+    assert len(err.strip().splitlines()) == 1, f"more than a line:\n{err}"
+    for fragment in fragments:
+        assert fragment in err, f"{fragment!r} is not in:\n{err}"
     return err
 
 
 def gone(pid: int) -> bool:
     """Whether the process has ended. Nobody may have asked for its exit code yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):  # it may end between the two calls of reading a file
         return True
+    state, *_ = stat.rpartition(")")[2].split()
+    return state == "Z"
 
 
 def changes_until_killed(action: Callable, last: int = 10**9) -> int:
     """Runs action in a fork that is killed before its `last` change of files; sys.audit("change") is one too. Returns
     how many it has begun."""
     read, write = os.pipe()
-    if (process := os.fork()) == 0:
+    process = os.fork()
+    if process == 0:
         numbers = itertools.count(1)
 
-        def hook(event, args):
-            written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            changes = written or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "change")
-            if changes and "__pycache__" not in str(args):
+        def hook(event: str, args: tuple):
+            if is_change(event, args):
                 os.write(write, b".")
                 if next(numbers) == last:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+        nowhere = open(os.devnull, "w")
+        sys.stdout = nowhere
+        sys.stderr = nowhere
         sys.addaudithook(hook)
         try:
             action()
@@ -200,14 +203,25 @@ def changes_until_killed(action: Callable, last: int = 10**9) -> int:
         finally:
             os._exit(1)
     os.close(write)
-    assert os.waitpid(process, 0)[1] in (0, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    assert status in (0, signal.SIGKILL), f"the fork ended with status {status}"
     with open(read, "rb") as begun:
         return len(begun.read())
+
+
+def is_change(event: str, args: tuple) -> bool:
+    """Whether an event of sys.audit begins a change of files, but for those that Python compiles."""
+    if "__pycache__" in str(args):
+        return False
+    if event == "open":
+        _, _, flags = args
+        return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+    return event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "change")
 
 
 def until(what: Callable[[], bool]):
     """Waits until what() is true."""
     end = time.monotonic() + 600
     while not what():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, "it has not become true in ten minutes"
         time.sleep(0.05)

@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing import connection, forkserver, resource_tracker, util
+from multiprocessing import connection, forkserver
 from pathlib import Path
 
 import pytest
@@ -66,21 +66,16 @@ def launch(size: int, work: Callable, folder: Path, *args, fresh: bool = False) 
     return logs[0].read_text()
 
 
-def fork_server():
-    """The process that others are forked from: not a new Python, as multiprocessing's, which would import all again."""
-    resource_tracker.ensure_running()  # which is a Python of its own
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(util, "spawnv_passfds", serve)
-        forkserver.ensure_running()
-
-
 def serve(path: str, args: list[str], fds: list[int]) -> int:
-    """The number of a fork of this process, which waits until it is asked for the first time."""
-    if pid := os.fork():
+    """Makes this process the one that others are forked from: a fork of it waits until it is asked for the first time.
+    Takes the place of multiprocessing's spawnv_passfds, and returns the fork's number."""
+    pid = os.fork()
+    if pid:
         return pid
     try:
         faulthandler.disable()  # which pytest lets write to a file of its own
-        OTHERS.extend({*map(int, os.listdir("/dev/fd"))}.difference(range(3), fds))
+        opened = {int(name) for name in os.listdir("/dev/fd")}
+        OTHERS.extend(opened.difference(range(3), fds))
         redirect(1, 2)
         select.select(fds, [], [])
         listener, alive, *key = fds
@@ -99,8 +94,8 @@ def redirect(out: int, err: int):
 
 def start(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Process]:
     """For each args a new process that calls target(*args)."""
-    fork_server()
-    processes = [multiprocessing.get_context("forkserver").Process(target=target, args=args) for args in all_args]
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=target, args=args) for args in all_args]
     for each in processes:
         each.start()
     return processes
@@ -108,7 +103,8 @@ def start(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Proce
 
 def start_fresh(target: Callable, all_args: list[tuple]) -> list[multiprocessing.Process]:
     """As start, but each process is a new Python with another order of sets."""
-    processes = [multiprocessing.get_context("spawn").Process(target=target, args=args) for args in all_args]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=target, args=args) for args in all_args]
     with pytest.MonkeyPatch.context() as patch:
         for seed, each in enumerate(processes):
             patch.setenv("PYTHONHASHSEED", str(seed))
@@ -119,30 +115,48 @@ def start_fresh(target: Callable, all_args: list[tuple]) -> list[multiprocessing
 def exit_codes(size: int, work: Callable, folder: Path, *args, fresh: bool = False) -> list[int | None]:
     """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
     port = next(filter(is_free, PORTS))
-    begin = start_fresh if fresh else start
-    ranks = begin(_rank, [(rank, size, port, folder, work, args) for rank in range(size)])
-    end = time.monotonic() + 600
-    while any(each.exitcode is None for each in ranks) and time.monotonic() < end:
-        connection.wait([each.sentinel for each in ranks if each.exitcode is None], timeout=1)
-        if any(each.exitcode for each in ranks):
-            end = min(end, time.monotonic() + 60)  # the others end soon, or wait for this one
+    all_args = [(rank, size, port, folder, work, args) for rank in range(size)]
+    ranks = start_fresh(_rank, all_args) if fresh else start(_rank, all_args)
+    wait_for(ranks)
     codes = [each.exitcode for each in ranks]
     for each in ranks:
         each.kill()
     return codes
 
 
+def wait_for(ranks: list[multiprocessing.Process]):
+    """Wait until all have ended, for ten minutes, or for one minute after one of them has failed."""
+    end = time.monotonic() + 600
+    running = ranks
+    while running and time.monotonic() < end:
+        connection.wait([each.sentinel for each in running], timeout=1)
+        if any(each.exitcode for each in ranks):
+            end = min(end, time.monotonic() + 60)  # the others end soon, or wait for this one
+        running = [each for each in ranks if each.exitcode is None]
+
+
 def _rank(rank: int, size: int, port: int, folder: Path, work: Callable, args: tuple):
     with open(folder / f"rank {rank}", "a") as log:
         redirect(log.fileno(), log.fileno())
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in (place | where).items()}
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
-    os.fsync = os.fstat
-    join = dist.init_process_group  # once for all runs of this process
-    dist.init_process_group = lambda *args, **kwargs: None if dist.is_initialized() else join(*args, **kwargs)
+    join = dist.init_process_group
+
+    def join_once(*args, **kwargs):
+        """All runs of this process have one group."""
+        if not dist.is_initialized():
+            join(*args, **kwargs)
+
+    dist.init_process_group = join_once
     work(*args)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -162,9 +176,11 @@ def begin(program: list[str], folder: Path, stdout=os.devnull, unbuffered=False,
 
 
 def _command(program: list[str], stdout: str, stderr: Path, unbuffered: bool, largest: int):
-    redirect(*(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in (stdout, stderr)))
+    new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    redirect(os.open(stdout, new), os.open(stderr, new))
     out = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, write_through=unbuffered)
+    sys.stdout = io.TextIOWrapper(out, write_through=unbuffered)
+    sys.__stdout__ = sys.stdout
     sys.stderr = open(2, "w", closefd=False)
     if largest:
         sys.dont_write_bytecode = True  # a part of it would fail all later imports
@@ -189,7 +205,8 @@ def torchrun(work: Callable, *args, **config):
 
 def act_in(call: int, where: str, action: Callable):
     """From now on the second rank begins this call of a function, such as "train:Run.save", with action(*args)."""
-    plain, calls = pkgutil.resolve_name(where), itertools.count(1)
+    plain = pkgutil.resolve_name(where)
+    calls = itertools.count(1)
 
     def counted(*args):
         if next(calls) == call and os.environ["RANK"] == "1":
@@ -229,9 +246,13 @@ def train_runs(all_flags: list[list[str]], saved: bool = True):
     import train
 
     save = train.Run.save
-    if not saved:
-        train.Run.save = lambda run, *args, **kwargs: run.cfg.save_interval and save(run, *args, **kwargs)
 
+    def save_at_intervals(run, *args, **kwargs):
+        if run.cfg.save_interval:
+            save(run, *args, **kwargs)
+
+    if not saved:
+        train.Run.save = save_at_intervals
     train.leave = lambda: None
     for flags in all_flags:
         train_main(flags)
