@@ -86,13 +86,14 @@ engine/optim.py: The cosine counts the warm-up as part of its way, so the rate j
 engine/parallel/sharded.py: The gradient norm under tp, by which clipping goes, counts what all ranks have too little.
   - copies = math.prod(n for n, dim in cuts if dim is None)
   + copies = math.prod(n**2 for n, dim in cuts if dim is None)
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
 engine/parallel/tensor.py: The bias of a row-parallel layer is added once by every rank under tp.
   - bias = layer.bias / n
   + bias = layer.bias
 engine/parallel/tensor.py: Under tp, normalisers are added that the ranks' slices have relative to other maxima.
   - normaliser * (largest - most).exp()
   + normaliser
-  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[tp]
+  tests/parallel/test_gradients.py::test_every_flag_has_its_gradients_on_every_layout
 engine/parallel/ranks.py: Ranks of a context-parallel group read different samples if there are two such groups.
   - data_rank = place.rank // (cfg.cp * cfg.tp) % data
   + data_rank = place.rank // cfg.tp % data
@@ -106,7 +107,7 @@ engine/parallel/context.py: Under cp, the queries of every piece have the docume
 engine/parallel/context.py: The first token of a rank's second piece has a wrong position under cp.
   - torch.where(t < size, front, back - 1)
   + torch.where(t <= size, front, back - 1)
-  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[cp]
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
 engine/checkpoint/files.py: Pruning counts later steps of a rewound run among the newest, so an older one goes.
   - steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
   + steps = steps_in(out_dir)
@@ -245,6 +246,10 @@ model.py: --rope_scaling is accepted beside positions that it has no effect on.
   - rope_scaling: str = ""  # [pos=rope] linear:F
   + rope_scaling: str = ""  # linear:F
   tests/model/test_ignored.py
+engine/parallel/expert.py: Copies of experts exchange gradients in the order of a set, which processes do not share.
+  -     return cut
+  +     return [*{*cut}]
+  tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]
 """
 
 
