@@ -5,7 +5,9 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel.owners import Part, Weight, place
 from engine.parallel.sharded import ShardedModel
 from tests.checkpoint.test_checkpoint import STATE
-from tests.helpers import ROOT
+from tests.helpers import ROOT, TINY
 
 
 class Threads:
@@ -107,84 +109,18 @@ class Threads:
         mine[0] = pickle.loads(pickled[self.place.rank])
 
     def largest(self) -> int:
-        """The most bytes that a rank but the first has received or sent since the last call."""
-        found = max(self.received[1:] + self.sent[1:])
-        self.received = [0] * self.size
-        self.sent = [0] * self.size
-        return found
+        """The most bytes that a rank but the first has received or sent."""
+        return max(self.received[1:] + self.sent[1:])
 
 
-WHOLES = {f"model.{kind}.{i}": torch.arange(64.0).view(32, 2) + i for i in range(50) for kind in ("whole", "cut")}
-
-
-def parts_of(size: int, rank: int) -> dict[str, Part]:
-    """What a rank of so many holds: a copy of each tensor, or some of its rows."""
-    parts = {}
-    for name, whole in WHOLES.items():
-        weight = Weight((32, 2), ((size, 0 if ".cut." in name else None),))
-        slices, _ = place(weight, rank)
-        parts[name] = Part(whole[slices].clone(), tuple(each.start for each in slices), weight.shape)
-    return parts
-
-
-def copies_differ(parts: dict[str, Part]) -> str:
-    """What a rank with these parts says of copies."""
-    parameters = [(name, part.tensor) for name, part in parts.items()]
-    model = SimpleNamespace(named_parameters=lambda: parameters)
-    rank = SimpleNamespace(model=model, counted_elsewhere=(), part=lambda name, _: parts[name])
-    return ShardedModel.unequal_copies(rank)
-
-
-def index_of(folder, parts: dict[str, Part]) -> dict[str, contents.Saved]:
-    """What a rank with these parts gets of the index."""
-    path = checkpoint.find(folder)
-    return checkpoint.read_index(path, checkpoint.read_state(path), parts)
-
-
-def traffic(size: int, folder) -> list[int]:
-    """The largest traffic of a rank but the first, for a comparison of copies, a save, and resumes on as many ranks and
-    on half as many."""
-
-    def compare(ranks: int, rank: int):
-        assert copies_differ(parts_of(ranks, rank)) == ""
-
-    def save(ranks: int, rank: int):
-        checkpoint.save(folder, 1, parts_of(ranks, rank), STATE)
-
-    def resume(ranks: int, rank: int):
-        parts = parts_of(ranks, rank)
-        for part in parts.values():
-            part.tensor.zero_()
-        checkpoint.load(checkpoint.find(folder), parts, index_of(folder, parts))
-        for name, part in parts_of(ranks, rank).items():
-            assert torch.equal(parts[name].tensor, part.tensor)
-
-    found = []
-    for work, n in ((compare, size), (save, size), (resume, size), (resume, size // 2)):
-        with pytest.MonkeyPatch.context() as patch:
-            ranks = Threads(n, patch)
-            ranks.run(partial(work, n))
-            found.append(ranks.largest())
-    return found
-
-
-def test_traffic_of_a_rank_does_not_grow_with_the_number_of_ranks(tmp_path):
-    few = traffic(4, tmp_path)
-    many = traffic(16, tmp_path)
-    assert all(more < 1.2 * less for less, more in zip(few, many, strict=True)), (few, many)
-
-
-# ---- A thousand ranks, which have no memory for tensors and write no bytes
-
-
-def weights_of_llama_70b(monkeypatch) -> dict[str, Weight]:
-    """What a checkpoint of config/llama_70b.py has on 1,024 ranks, beside random states: how they share each tensor."""
-    init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=0, world_size=1024)
-    with monkeypatch.context() as patch:
+def weights_on(size: int, flags: list[str]) -> dict[str, Weight]:
+    """How `size` ranks share each tensor of a checkpoint, beside random states."""
+    init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=0, world_size=size)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda *args, **options: init())
         patch.setattr(parallel, "of_first_rank", lambda action: action())
-        patch.setenv("WORLD_SIZE", "1024")
-        cfg = parse(Config, [str(ROOT / "config/llama_70b.py"), "--device=cpu", "--dtype=float32"])
+        patch.setenv("WORLD_SIZE", str(size))
+        cfg = parse(Config, [*flags, "--device=cpu", "--dtype=float32"])
         sharded = ShardedModel(cfg, parallel.join(cfg))
         states = optim.build(sharded.model, cfg, sharded).state_tensors(sharded.model)
         dist.destroy_process_group()
@@ -200,7 +136,8 @@ def nothing(*sizes: int) -> torch.Tensor:
     return torch.empty(sizes, device="meta")
 
 
-def empty_parts_of(weights: dict[str, Weight], rank: int) -> dict[str, Part]:
+def parts_of(weights: dict[str, Weight], rank: int) -> dict[str, Part]:
+    """What a rank has in a checkpoint, without memory."""
     parts = {}
     for name, weight in weights.items():
         slices, _ = place(weight, rank)
@@ -225,39 +162,73 @@ def write_nothing(file, parts: dict[str, Part]) -> dict[str, dict]:
     return entries
 
 
-@pytest.mark.slow
-def test_of_a_thousand_ranks_only_the_first_has_much_traffic(tmp_path, monkeypatch):
-    """Its option -s shows how much, and the seconds of one CPU that the first rank computes."""
-    weights = weights_of_llama_70b(monkeypatch)
-    monkeypatch.setattr(contents, "write", write_nothing)
-    ranks = Threads(1024, monkeypatch)
+class Work:
+    """What a rank of so many does together with the others."""
 
-    def compare(rank: int):
-        numbers = {name: torch.zeros(1, 1) for name in weights if name.startswith("model.")}
-        parts = {name: Part(x, places[rank][name].offsets, ()) for name, x in numbers.items()}
-        assert copies_differ(parts) == ""
+    def __init__(self, size: int, flags: list[str], folder: Path):
+        weights = weights_on(size, flags)
+        self.size = size
+        self.folder = folder
+        self.parts = [parts_of(weights, rank) for rank in range(size)]
 
-    def save(rank: int):
-        checkpoint.save(tmp_path, 1, places[rank], STATE)
+    def compare(self, rank: int):
+        """Copies of parameters, of which only one number has memory."""
+        places = {name: part.offsets for name, part in self.parts[rank].items() if name.startswith("model.")}
+        numbers = {name: torch.zeros(1, 1) for name in places}
+        model = SimpleNamespace(named_parameters=numbers.items)
+        part_of = lambda name, x: Part(x, places[name], ())  # noqa: E731
+        pretended = SimpleNamespace(model=model, counted_elsewhere=(), part=part_of)
+        assert ShardedModel.unequal_copies(pretended) == ""
 
-    def resume(rank: int):
-        """A rank gets one piece of each of its parts, which is the part."""
-        index = index_of(tmp_path, places[rank])
-        assert index.keys() == places[rank].keys()
-        for name, part in places[rank].items():
+    def save(self, rank: int):
+        checkpoint.save(self.folder, 1, self.parts[rank], STATE)
+
+    def resume(self, rank: int) -> dict[str, contents.Saved]:
+        path = checkpoint.find(self.folder)
+        return checkpoint.read_index(path, checkpoint.read_state(path), self.parts[rank])
+
+    def resume_there(self, rank: int):
+        """On the ranks that have saved: each gets one piece of each of its parts, which is the part."""
+        index = self.resume(rank)
+        assert index.keys() == self.parts[rank].keys()
+        for name, part in self.parts[rank].items():
             found = [(*piece.offsets, *piece.sizes) for piece in index[name].pieces]
             assert found == [(*part.offsets, *part.tensor.shape)]
 
-    def seconds(work, rank: int) -> float:
-        begin = time.thread_time()
-        work(rank)
-        return time.thread_time() - begin
+    def traffic(self, action: Callable) -> tuple[int, int, float]:
+        """Bytes of the first rank, the most of another one, and the seconds of one CPU that the first one computes."""
 
-    places = [empty_parts_of(weights, rank) for rank in range(1024)]
-    for work in (compare, save, resume):
-        took, *_ = ranks.run(partial(seconds, work))
-        of_first = ranks.received[0] + ranks.sent[0]
-        of_others = ranks.largest()
-        print(f"{work.__name__}: first rank {of_first / 1e6:.0f} MB, {took:.0f} s; others {of_others / 1e6:.2f} MB")
-        assert of_others < 1e6
-        assert work is resume or of_first < 300e6
+        def seconds(rank: int) -> float:
+            begin = time.thread_time()
+            action(rank)
+            return time.thread_time() - begin
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(contents, "write", write_nothing)
+            ranks = Threads(self.size, patch)
+            took, *_ = ranks.run(seconds)
+        return ranks.received[0] + ranks.sent[0], ranks.largest(), took
+
+
+def test_traffic_of_a_rank_does_not_grow_with_the_number_of_ranks(tmp_path):
+    """A comparison of copies, a save, and resumes on as many ranks and on half as many."""
+    flags = [*TINY, "--parallel=fsdp", "--n_layer=4", "--vocab_size=64", "--gradient_accumulation_steps=16"]
+    found = {}
+    for size in (4, 16):
+        work = Work(size, flags, tmp_path)
+        half = Work(size // 2, flags, tmp_path)
+        actions = (work.compare, work.save, work.resume_there, half.resume)
+        found[size] = [action.__self__.traffic(action)[1] for action in actions]
+    for few, many in zip(found[4], found[16], strict=True):
+        assert many < 1.2 * few, found
+
+
+@pytest.mark.slow
+def test_of_a_thousand_ranks_only_the_first_has_much_traffic(tmp_path):
+    """pytest's option -s shows how much, and how long the first rank computes."""
+    work = Work(1024, [str(ROOT / "config/llama_70b.py")], tmp_path)
+    for action in (work.compare, work.save, work.resume_there):
+        first, others, took = work.traffic(action)
+        print(f"{action.__name__}: first rank {first / 1e6:.0f} MB, {took:.0f} s; others {others / 1e6:.2f} MB")
+        assert others < 1e6
+        assert action == work.resume_there or first < 300e6
