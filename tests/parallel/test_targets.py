@@ -14,26 +14,29 @@ from model import Model
 from tests.helpers import TINY
 from tests.ranks import launch
 
-N, T, V = 8, 16, 40  # sequences of a step
+N = 8  # sequences of a step
+T = 16
+V = 40
+MASKED = ["--objective=masked"]
 COUNTS = {  # name -> targets at the beginning of each sequence, so that the pieces of cp have unequally many
     "uneven": [16, 0, 1, 3, 0, 9, 2, 0],
     "one": [0, 0, 0, 0, 0, 1, 0, 0],
     "none": [0] * N,
 }
-LAYOUTS = {  # name -> (flags, numbers of micro-batches of all ranks)
-    "ddp": ([], (2, 8)),
-    "fsdp": (["--parallel=fsdp"], (8,)),
-    "fsdp, kept": (["--parallel=fsdp", "--fsdp_reshard=False", "--tie_weights=False"], (8,)),
-    "tp": (["--tp=2"], (2,)),
-    "cp": (["--cp=2"], (1, 2)),
-    "pp": (["--pp=2"], (2, 8)),
-}
-MASKED = ["--objective=masked"]
+LAYOUTS = [  # layout, number of micro-batches of all ranks, flags of an objective that goes with it
+    ([], 2, MASKED),
+    ([], 8, MASKED),
+    (["--parallel=fsdp"], 8, MASKED),
+    (["--cp=2"], 1, []),
+    (["--cp=2"], 2, []),
+    (["--pp=2"], 8, MASKED),
+]
 
 
 def sequences(counts: list[int]) -> dict[str, torch.Tensor]:
     text = torch.randint(V, (N, T + 1), generator=torch.Generator().manual_seed(0))
-    return {"idx": text[:, :-1], "targets": text[:, 1:].where(torch.arange(T) < torch.tensor(counts)[:, None], -1)}
+    counted = torch.arange(T) < torch.tensor(counts)[:, None]
+    return {"idx": text[:, :-1], "targets": text[:, 1:].where(counted, -1)}
 
 
 def config(*flags: str):
@@ -43,14 +46,18 @@ def config(*flags: str):
 @cache
 def expected(*flags: str) -> list[list[float]]:
     """[loss, norm of its gradient, loss again] of one process and one micro-batch, for each of COUNTS."""
-    cfg, found = config(*flags), []
+    cfg = config(*flags)
     model = Model(cfg, cfg.seed)
+    found = []
     for counts in COUNTS.values():
         batch = sequences(counts)
-        log_p, targets = model(batch["idx"]).log_softmax(-1), batch["targets"]
-        loss = -(log_p.gather(2, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)).sum() / max(1, sum(counts))
-        norms = [g.norm() for g in torch.autograd.grad(loss, list(model.parameters()))]
-        found.append([loss.item(), torch.stack(norms).norm().item(), loss.item()])
+        targets = batch["targets"]
+        log_p = model(batch["idx"]).log_softmax(-1)
+        of_targets = log_p.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+        loss = -(of_targets * (targets >= 0)).sum() / max(1, sum(counts))
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.stack([each.norm() for each in gradients]).norm()
+        found.append([loss.item(), norm.item(), loss.item()])
     return found
 
 
@@ -58,10 +65,12 @@ def steps(n: int, *flags: str) -> list[list[float]]:
     """[loss, norm, loss of an evaluation] of a step of n micro-batches, for each of COUNTS, on these ranks."""
     cfg = config(*flags, f"--batch_size={N // n}", f"--gradient_accumulation_steps={n}")
     ranks = parallel.join(cfg)
-    sharded, found = ShardedModel(cfg, ranks), []
+    sharded = ShardedModel(cfg, ranks)
     sharded.init_weights(cfg.seed)
     sharded.even = sharded.even and cfg.objective != "causal"  # the targets here are not those of the objective
-    scaler, share = torch.amp.GradScaler("cpu", enabled=False), n // ranks.data_size
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    share = n // ranks.data_size
+    found = []
     for counts in COUNTS.values():
         texts = {name: x.split(N // n) for name, x in sequences(counts).items()}
         mine = range(ranks.data_rank * share, (ranks.data_rank + 1) * share)
@@ -84,12 +93,11 @@ def test_accumulation_is_the_mean_over_targets(flags, in_this_process):
 
 def compare_layouts():
     torch.set_default_dtype(torch.float64)
-    for name, (how, numbers) in LAYOUTS.items():
-        flags = how if name == "cp" else [*how, *MASKED]
-        for n in numbers:
-            print(name, n)  # before the error, if there is one
-            torch.testing.assert_close(steps(n, *flags), expected(*flags), rtol=1e-9, atol=1e-12)
+    for layout, n, flags in LAYOUTS:
+        print(layout, n)  # before the error, if there is one
+        torch.testing.assert_close(steps(n, *layout, *flags), expected(*flags), rtol=1e-9, atol=1e-12)
 
 
 def test_layouts_compute_the_mean_over_targets(tmp_path):
+    """Of gradients, norms and evaluations; test_gradients has each flag of the network."""
     launch(2, compare_layouts, tmp_path)
