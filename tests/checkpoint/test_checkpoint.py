@@ -242,7 +242,7 @@ def on_ranks(size, work, tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=60)
+        process.join(timeout=600)
         process.kill()
     assert [process.exitcode for process in ranks] == [0] * size
     (tmp_path / "store").unlink(missing_ok=True)

@@ -7,10 +7,9 @@ import os
 import resource
 import shutil
 import stat
-import threading
-import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import torch
 import sample
 import train
 from configurator import parse
+from data import lock
 from data.files import new_file, write_file
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run import locked
@@ -44,7 +44,8 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
 
     monkeypatch.setattr(train, "join", others_come)
     folder = run("--max_iters=6", out="one")
-    assert train.join is join and losses(folder) == losses(run("--max_iters=6", out="alone"))
+    assert train.join is join, "no other run has come"
+    assert losses(folder) == losses(run("--max_iters=6", out="alone"))
 
 
 def test_a_refused_start_leaves_nothing(run, tiny_data, tmp_path, capsys):
@@ -63,31 +64,39 @@ def test_a_refused_start_leaves_nothing(run, tiny_data, tmp_path, capsys):
     assert (folder / ".lock").exists()
 
 
-def test_a_lock_that_its_holder_removes_is_nobodys(tmp_path):
+def while_another_waits(seconds: float, action, monkeypatch):
+    """action() takes place when a run has waited for a lock so long, by a clock that stands still but for that."""
+    now = 0.0
+
+    def sleep(pause: float):
+        nonlocal now
+        now += pause
+        if now - pause < seconds <= now:
+            action()
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+
+
+def test_a_lock_that_its_holder_removes_is_nobodys(tmp_path, monkeypatch):
     """A second run that waits for it meanwhile is refused, so that no third one runs beside it."""
-    made = []
+    out = tmp_path / "out"
+    holder = locked(str(out))
+    holder.__enter__()
 
-    def fail(lock):
-        time.sleep(0.1)
-        lock.__exit__(*made)
+    def fail():
+        error = ValueError("refused")
+        holder.__exit__(ValueError, error, None)
 
-    try:
-        raise ValueError("refused")
-    except ValueError as error:
-        made[:] = ValueError, error, error.__traceback__
-    first = locked(str(tmp_path / "out"))
-    first.__enter__()
-    thread = threading.Thread(target=fail, args=[first])
-    thread.start()
-    with pytest.raises(ValueError, match="belongs to process"), locked(str(tmp_path / "out")):
+    while_another_waits(0.1, fail, monkeypatch)
+    with pytest.raises(ValueError, match="belongs to process"), locked(str(out)):
         pass
-    thread.join()
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def taken_away_before_a_save(folder: Path, monkeypatch, takes):
     """The run in the folder begins its second save behind takes(folder)."""
-    save, saves = train.Run.save, itertools.count(1)
+    save = train.Run.save
+    saves = itertools.count(1)
 
     def taken(run):
         if next(saves) == 2:
@@ -102,7 +111,8 @@ def test_a_folder_that_is_taken_away_from_its_run(takes, run, tmp_path, tiny_dat
     """It is made anew for the next save, in the old place and with a lock, and a line says so."""
     flags = ["--max_iters=6", "--save_interval=2", "--eval_interval=0"]
     taken_away_before_a_save(tmp_path / "out", monkeypatch, takes)
-    outcome, said = Checkpoints.outcome, []
+    outcome = Checkpoints.outcome
+    said = []
 
     def others_come(*args):
         said.append(capsys.readouterr().err)
@@ -130,7 +140,8 @@ def test_a_folder_that_another_run_has_taken(run, tmp_path, monkeypatch, capsys)
     said = refused(lambda flags: run(*flags), ["--max_iters=6", "--save_interval=2"], capsys)
     others[0].close()
     assert f"out_dir={tmp_path / 'out'} belongs to process" in said
-    assert os.listdir(tmp_path / "out") == [".lock"] and (tmp_path / "moved" / "step_00000002").is_dir()
+    assert os.listdir(tmp_path / "out") == [".lock"]
+    assert (tmp_path / "moved" / "step_00000002").is_dir()
 
 
 def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
@@ -140,9 +151,10 @@ def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
     for where in ("a\0b", "~nobody_of_this_name/x", "/dev/null", ""):
         refused(sample.main, [f"--out_dir={where}"], capsys)
     assert not os.listdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    line = refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'file'}"], capsys)
-    assert f"{tmp_path / 'file'}: " in line and (tmp_path / "file").read_text() == "mine"
+    file = tmp_path / "file"
+    file.write_text("mine")
+    refused(train.main, [*TINY, f"--dataset={tiny_data}", f"--out_dir={file}"], capsys, [f"{file}: "])
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSYS, errno.ENOTSUP])
@@ -150,7 +162,8 @@ def test_network_file_systems(number, tmp_path, monkeypatch, capsys):
     """They lock regular files that are open for writing, or none; then one line says so, and nobody is refused."""
 
     def flock(file, how):
-        assert stat.S_ISREG(os.fstat(file).st_mode) and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_RDWR
+        assert stat.S_ISREG(os.fstat(file).st_mode)
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_RDWR
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -161,26 +174,22 @@ def test_network_file_systems(number, tmp_path, monkeypatch, capsys):
 
 
 def test_a_restarted_worker_waits_for_the_lost_one(tmp_path, monkeypatch):
-    def let_go(lock):
-        time.sleep(0.5)
-        lock.__exit__(None, None, None)
-
-    for restarts in ("3", "0"):
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-        dying = locked(str(tmp_path))
-        dying.__enter__()
-        thread = threading.Thread(target=let_go, args=[dying])
-        thread.start()
-        refusal = pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on ")
-        with refusal if restarts == "0" else nullcontext(), locked(str(tmp_path)):
-            assert (tmp_path / ".lock").exists()
-        thread.join()
+    dying = locked(str(tmp_path))
+    dying.__enter__()
+    while_another_waits(9.0, lambda: dying.__exit__(None, None, None), monkeypatch)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    with pytest.raises(ValueError, match=f"belongs to process {os.getpid()} on "), locked(str(tmp_path)):
+        pass
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with locked(str(tmp_path)):
+        assert (tmp_path / ".lock").exists()
 
 
 def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path):
     """A stranger who may write there has made links of every name."""
-    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim = tmp_path / "victim"
     victim.mkdir()
+    out = tmp_path / "out"
     out.mkdir()
     (victim / "file").write_text("mine")
     for name in (".lock", ".tmp-latest"):
@@ -200,11 +209,13 @@ def test_what_is_written_follows_no_link_and_replaces_no_device(tmp_path):
 
 
 def test_what_a_killed_process_has_left_goes_with_the_next_file(tmp_path):
+    killed = tmp_path / "killed"
     with new_file(tmp_path / "new"):
-        shutil.copytree(tmp_path, tmp_path / "killed")
-    assert os.listdir(tmp_path / "killed") == [".tmp-new"]
-    write_file(tmp_path / "killed" / "new", b"mine")
-    assert os.listdir(tmp_path / "killed") == ["new"] and (tmp_path / "killed" / "new").read_text() == "mine"
+        shutil.copytree(tmp_path, killed)
+    assert os.listdir(killed) == [".tmp-new"]
+    write_file(killed / "new", b"mine")
+    assert os.listdir(killed) == ["new"]
+    assert (killed / "new").read_text() == "mine"
 
 
 def test_what_a_killed_start_has_left_goes_with_the_first_save(run, tmp_path):
@@ -216,8 +227,8 @@ def test_what_a_killed_start_has_left_goes_with_the_first_save(run, tmp_path):
 @pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl"])
 def test_files_of_forty_gigabytes_are_refused_or_replaced(name, trained, tiny_data, tmp_path, capsys):
     out = shutil.copytree(trained, tmp_path / "out")
-    [file] = [path for path in tmp_path.rglob(name) if "step" in str(path) or name not in ("state.json", "index.json")]
-    os.truncate(file, 40 * 10**9)
+    folder = checkpoint.find(out) if name in ("state.json", "index.json") else out
+    os.truncate(folder / name, 40 * 10**9)
     flags = [f"--dataset={tiny_data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=3", "--device=cpu"]
     if name == "config.py":  # it is kept as it is, beside the new one
         train.main(flags)
@@ -230,7 +241,8 @@ def test_a_checkpoint_needs_no_more_memory_than_it_has(tmp_path):
     """The address space may grow by 1 GiB, which is less than the most that an index may have."""
     process = os.fork()
     if process == 0:
-        size = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+        pages, *_ = Path("/proc/self/statm").read_text().split()
+        size = resource.getpagesize() * int(pages)
         resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, -1))
         path = save(tmp_path, 1, {"w": torch.ones(2)})
         load(path, {"w": torch.zeros(2)})

@@ -14,11 +14,8 @@ from tools.curves import groups_of, read_run
 
 SHORT = ["--warmup_iters=1", "--lr_decay_iters=4", "--n_kv_head=1", "--pos=rope"]
 BEFORE = {  # flags of today -> what commit ca72a4b stores in their place; it has a --layer in each checkpoint
-    ("--block=standard",): {"block": "standard", "layer": "c+p"},
     ("--block=standard", "--n_expert=3", "--n_dense_layer=1"): {"block": "standard", "layer": "c+p"},
-    ("--block=parallel",): {"block": "parallel", "layer": "c+p"},
     ("--block=superblock",): {"block": "superblock", "layer": "c+p"},
-    ("--block=simplified",): {"block": "simplified", "layer": "c+p"},
     ("--block=simplified_parallel", "--norm_placement=none"): {
         "block": "simplified_parallel",
         "layer": "c+p",
@@ -42,8 +39,11 @@ def test_a_checkpoint_in_the_words_of_ca72a4b_resumes_digit_for_digit(run, flags
     in_old_words(out, BEFORE[flags])
     for again in ([], [*flags, "--n_kv_head=1"]):  # the same flags may be typed again
         train.main([f"--out_dir={out}", "--init_from=resume", "--max_iters=4", *again])
-    expected, found = weights_in(whole), weights_in(out)
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    expected = weights_in(whole)
+    found = weights_in(out)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert torch.equal(expected[name], found[name]), name
     assert "layer" not in state_of(out)["flags"]
 
 

@@ -45,7 +45,7 @@ def test_ranks_with_different_flags_are_refused(tmp_path):
 
 def test_a_lost_rank_leaves_a_line_that_resumes(tiny_data, tmp_path):
     out = tmp_path / "out"
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={out}", "--collective_timeout=20"]
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={out}", "--collective_timeout=120"]
     assert exit_codes(2, train_until, tmp_path, 4, signal.SIGKILL, flags) == [1, -signal.SIGKILL]
     said = (tmp_path / "rank 0").read_text()
     [line] = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -116,7 +116,7 @@ def test_ranks_that_do_not_meet_say_one_line(how, words, tiny_data, tmp_path):
     assert re.search(words, line)
 
 
-@pytest.mark.parametrize("rank, host", [("0", NOWHERE), ("1", NOWHERE), ("1", "localhost")])
+@pytest.mark.parametrize("rank, host", [("0", NOWHERE), ("1", "localhost")])
 def test_a_wrong_address_is_told_in_one_line(rank, host, tiny_data, tmp_path):
     flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--collective_timeout=1"]
     assert exit_codes(1, train_alone, tmp_path, flags, rank, host) == [2]
