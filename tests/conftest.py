@@ -95,7 +95,9 @@ def device(request, monkeypatch) -> torch.device:
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:
     """Bytes of sentences that repeat with variations, 20 documents of training and 3 of validation."""
-    folder, rng, tokenizer = tmp_path_factory.mktemp("tiny"), np.random.default_rng(0), ByteTokenizer()
+    folder = tmp_path_factory.mktemp("tiny")
+    rng = np.random.default_rng(0)
+    tokenizer = ByteTokenizer()
     with ShardWriter(folder, tokenizer, shard_tokens=1500) as out:
         for i in range(23):
             words = rng.choice(["the cat ", "sat on ", "a mat. ", "dogs bark; ", "été "], 60)
@@ -142,8 +144,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(parallel, "of_first_rank", lambda action: action())
     init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=2, world_size=4)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
-    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
