@@ -125,13 +125,13 @@ def exit_codes(size: int, work: Callable, folder: Path, *args, fresh: bool = Fal
 
 
 def wait_for(ranks: list[multiprocessing.Process]):
-    """Wait until all have ended, for ten minutes, or for one minute after one of them has failed."""
+    """Wait until all have ended, for ten minutes, or for two minutes after one of them has failed."""
     end = time.monotonic() + 600
     running = ranks
     while running and time.monotonic() < end:
         connection.wait([each.sentinel for each in running], timeout=1)
         if any(each.exitcode for each in ranks):
-            end = min(end, time.monotonic() + 60)  # the others end soon, or wait for this one
+            end = min(end, time.monotonic() + 120)  # the others end soon, or wait for this one
         running = [each for each in ranks if each.exitcode is None]
 
 

@@ -25,7 +25,8 @@ from engine.parallel.recomputation import KEPT, MATMULS, recompute
 from engine.parallel.sharded import ShardedModel
 from model import Model
 from tests.helpers import IN_FLOAT64, TINY, Operations, assert_rounds_alike, distance, figures, losses, steps_of
-from tests.parallel import test_gradients as gradients
+from tests.parallel.test_gradients import FLAGS as ROW_FLAGS
+from tests.parallel.test_gradients import ROWS
 from tests.ranks import launch, part_of, train_runs
 
 # The vocabulary is the data's 257 ids, which tp=2 pads
@@ -274,9 +275,11 @@ def test_every_rank_drops_something_else(run, tiny_data, tmp_path):
     runs = {name: [*common, *how, f"--out_dir={tmp_path / name}"] for name, how in layouts.items()}
     run(*common, out="resumed")
     launch(3, masks_drawn, tmp_path, runs, tmp_path)
-    drawn = {name: [x for rank in range(3) for x in torch.load(tmp_path / f"{name} {rank}")] for name in layouts}
-    for name in layouts:
-        assert len(drawn[name]) == 3 * 2 * 2 * 5  # ranks, steps, micro-batches; the embedding and two in each layer
+    drawn = {name: [] for name in layouts}
+    for name, masks in drawn.items():
+        for rank in range(3):
+            masks += torch.load(tmp_path / f"{name} {rank}")
+        assert len(masks) == 3 * 2 * 2 * 5  # ranks, steps, micro-batches; the embedding and two in each layer
     assert_independent(drawn["ddp"], "ddp")
     assert_independent(drawn["cp"], "cp")
     assert_independent(drawn["resumed"] + drawn["ddp"], "resumed")
@@ -329,23 +332,21 @@ def test_selective_recomputation_keeps_every_second_product(block):
         with Operations(lambda f, *_, kind=kind: products.update([kind] * (f in MATMULS | KEPT))):
             loss.backward()
         gradients[kind] = torch.cat([p.grad.flatten() for p in model.parameters()])
-    layers = 2
-    assert products["selective"] - products["none"] == layers * 1
-    assert products["full"] - products["none"] == layers * 4  # three matrix products and attention's
+    assert products["selective"] - products["none"] == cfg.n_layer * 1
+    assert products["full"] - products["none"] == cfg.n_layer * 4  # three matrix products and attention's
     assert torch.equal(gradients["selective"], gradients["none"])
 
 
-DRAWN = [*zip(gradients.ROWS, itertools.cycle(["--parallel=fsdp --tp=2", "--parallel=fsdp --dp_replicate=2"]))]
-DRAWN += [
-    (" ".join(EXPERTS), layout) for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2")
-]
-DRAWN += [("--pos=rope", "--pp=2 --tp=2")]
+DRAWN = [("--pos=rope", "--pp=2 --tp=2")]
+DRAWN += zip(ROWS, itertools.cycle(["--parallel=fsdp --tp=2", "--parallel=fsdp --dp_replicate=2"]))
+for layout in ("--ep=2", "--parallel=fsdp --ep=2", "--ep=2 --tp=2", "--ep=2 --pp=2"):
+    DRAWN.append((" ".join(EXPERTS), layout))
 
 
 @pytest.mark.parametrize("flags,layout", DRAWN, ids=str)
 def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended):
     """The third of four, all bits; the trainings above and those that move show that it is the layout's part."""
-    cfg = parse(Config, [*gradients.FLAGS, *SIZES, *flags.split(), "--vocab_size=261", *layout.split()])
+    cfg = parse(Config, [*ROW_FLAGS, *SIZES, *flags.split(), "--vocab_size=261", *layout.split()])
     weights = dict(Model(replace(cfg, tp=1), cfg.seed).named_parameters())
     replica = ShardedModel(cfg, join(cfg))
     replica.init_weights(cfg.seed)
