@@ -79,25 +79,25 @@ PAIRS = {  # name of a run -> (flags of the model, of the layout)
     # The number of a rank's micro-batches, or which samples it reads, does not follow the step.
     "fsdp, ramp": (["--block=superblock", "--batch_ramp=2:1,6:3", "--max_iters=4", *RECOMPUTED, *MUON], FSDP),
 }
-MESHES = {
+MESHES = {  # whose ranks send several gradients in one message, in an order that all must share
     # Gains, which every rank has whole, are averaged over shards or copies alone.
     "hsdp": (SIMPLIFIED, [*FSDP, "--dp_replicate=2"]),
     # The same under tp; Muon's owners have shards instead of slices; what is recomputed is gathered once more.
     "fsdp+tp": ([*GAINS, *MUON, *SELECTED], [*FSDP, "--tp=2", *TWO]),
     # Ranks of one cp group read different samples.
     "fsdp+cp": (SIMPLIFIED, [*FSDP, "--cp=2", *TWO]),
-    # Pieces are cut in another order than slices, so a rank has positions of another one.
-    "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
     # Gradients of experts are summed over copies, or averaged over the ranks that divide them.
     "hsdp+ep": ([*EXPERTS, *MUON], [*FSDP, "--dp_replicate=2", "--ep=2"]),
     # Copies exchange gradients in an order of their own, such as a set's.
     "ep, two copies": ([*EXPERTS, *MUON], LAYOUTS["ep"]),
+}
+MIXED = {
+    # Pieces are cut in another order than slices, so a rank has positions of another one.
+    "tp+cp": (["--block=superblock", "--conv=4", *MUON], ["--tp=2", "--cp=2", *TWO]),
     # A rank routes the tokens of its slice, piece or micro-batch to the experts of another group.
     "ep+tp": ([*EXPERTS, *MUON], ["--ep=2", "--tp=2", *TWO]),
     "ep+cp": (EXPERTS, ["--ep=2", "--cp=2", *TWO]),
     "ep+pp": ([*EXPERTS, *MUON], ["--ep=2", "--pp=2"]),
-}
-PIPELINES = {
     # FSDP frees a stage's weights that a later micro-batch needs, or reduces the last one's gradients alone.
     "fsdp+pp": ([*GATED, *MUON, "--n_layer=5", *RECOMPUTED], [*FSDP, "--pp=2"]),
     # Copies of a stage do not average their gradients.
@@ -109,7 +109,7 @@ PIPELINES = {
     # A stage has neither the embedding nor the head.
     "four stages": ([*GATED, "--tie_weights=False", "--n_layer=5", "--doc_mask=True"], ["--pp=4"]),
 }
-LAUNCHES = {"pairs": (2, PAIRS), "meshes": (4, MESHES), "pipelines": (4, PIPELINES)}
+LAUNCHES = {"pairs": (2, PAIRS), "meshes": (4, MESHES), "mixed": (4, MIXED)}
 FRESH = {"meshes"}  # whose processes are Pythons of their own, so that an order of sets on which ranks rely shows
 ALONE = {}
 
