@@ -50,7 +50,7 @@ from engine.parallel.connection import environment, launched, lost_ranks_end_the
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory, plan
-from engine.step import FIRST, MOST_LEFT_OUT, Step, Watch, collect_garbage, tracing
+from engine.step import FIRST, MOST_LEFT_OUT, Watch, collect_garbage, is_finite, tracing
 from engine.stop_signal import StopSignal
 from ops import wide_stream
 
@@ -133,8 +133,7 @@ class Run:
         count_windows(streams["val"], cfg.block_size)  # ValueError if there are none
         self.ranks, self.work = join_ranks(cfg, objective.lengths)
         ranks = self.ranks
-        self.stepper, state = build(cfg, ranks, data)
-        self.sharded = self.stepper.sharded
+        self.sharded, self.optimizer, self.scaler, state = build(cfg, ranks, data)
         self.step = state["step"]
         self.samples = state["samples"]
         self.skipped = state["skipped"]
@@ -145,7 +144,7 @@ class Run:
 
         cleanup.callback(gc.enable)
         cleanup.callback(gc.unfreeze)
-        micro_steps = map(self.stepper.micro_steps, itertools.count(self.step))
+        micro_steps = map(self.micro_steps, itertools.count(self.step))
         self.loader = Loader(
             streams["train"], objective, cfg.batch_size, micro_steps, ranks.data_rank, ranks.data_size,
             cfg.seed, ranks.device, self.samples, **place,
@@ -234,21 +233,28 @@ class Run:
 
     def train_step(self, lr: float) -> tuple[Tensor, Tensor]:
         """One optimizer step at this learning rate; returns (this rank's mean loss, gradient norm)."""
-        stepper = self.stepper
-        stepper.optimizer.set_lr(lr)
-        loss = stepper.backward(self.batches, self.step)
-        grad_norm = stepper.clip()
+        self.optimizer.set_lr(lr)
+        loss = self.sharded.backward(self.batches, self.micro_steps(self.step), self.scaler)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self.sharded.clip(self.cfg.grad_clip)
         self.stop.listen()  # only now, because the norm has waited for all ranks to compute their first step
-        finite = stepper.is_finite(loss, grad_norm)
+        finite = is_finite(loss, grad_norm, self.scaler, self.ranks)
         left_out = self.watch.look(self.step, finite, grad_norm)
         if left_out:
             self.metrics.say(f"step {self.step} is left out: {left_out}")
             self.skipped += 1
         if self.step % self.log_interval == 0 or self.ranks.device.type == "cpu":
             self.check_finite()
-        stepper.update(bool(left_out))
+        if not left_out:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.sharded.model.zero_grad(set_to_none=True)
         self.samples += self.cfg.samples(self.step)
         return loss, grad_norm
+
+    def micro_steps(self, step: int) -> int:
+        """The number of micro-batches of this step on this rank."""
+        return self.cfg.micro_batches(step) // self.ranks.data_size
 
     def check_finite(self):
         """End the run, before its weights are saved, if a step was not finite, or too many in a row were left out."""
@@ -268,11 +274,11 @@ class Run:
             tokenizer = self.data.tokenizer
             state = {
                 "samples": self.samples, "skipped": self.skipped, "norms": self.watch.norms,
-                "scaler": self.stepper.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
+                "scaler": self.scaler.state_dict(), "flags": asdict(self.cfg), "ranks": self.ranks.size,
                 "tokenizer": tokenizer and tokenizer.spec, "tokenizer_hash": tokenizer and tokenizer.hash,
                 "data": run_state.data_of(self.loader, self.evaluation.streams["val"], self.samples),
             }  # fmt: skip
-            self.checkpoints.save(self.step, run_state.tensors_of(self.stepper), state)
+            self.checkpoints.save(self.step, run_state.tensors_of(self.sharded, self.optimizer), state)
 
     def log(self, loss: Tensor, lr: float, grad_norm: Tensor):
         """Write the figures of the step that was just made."""
@@ -299,19 +305,21 @@ def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting
     return compilation.settle(cfg, ranks), work
 
 
-def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[Step, dict]:
-    """This rank's part of the model with its optimizer, and the state of the run, a new one or that of a checkpoint."""
+def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[ShardedModel, optim.Optimizer, torch.amp.GradScaler, dict]:
+    """This rank's part of the model, its optimizer, the gradient scaler of float16, and the state of the run, a new one
+    or that of a checkpoint."""
     sharded = ShardedModel(cfg, ranks)
     if cfg.init_from != "resume":
         run_state.initialize(cfg, sharded, data.tokenizer)
     torch.manual_seed(cfg.seed + 1 + ranks.rank)  # from here on every rank draws its own random numbers
-    stepper = Step(cfg, sharded)
+    optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
+    scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
     if cfg.init_from != "resume":
-        return stepper, {**run_state.NEW}
-    state = run_state.restore(cfg, stepper)
+        return sharded, optimizer, scaler, {**run_state.NEW}
+    state = run_state.restore(cfg, sharded, optimizer, scaler)
     same = state["tokenizer_hash"] in (None, data.tokenizer and data.tokenizer.hash)  # None: the data had none
     require(same, f"dataset={cfg.dataset} has another tokenizer than the run in {cfg.out_dir}; use the same data")
-    return stepper, state
+    return sharded, optimizer, scaler, state
 
 
 if __name__ == "__main__":

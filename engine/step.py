@@ -3,16 +3,14 @@
 import gc
 import math
 import statistics
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine import optim
 from engine.metrics import tried
-from engine.parallel.sharded import ShardedModel
+from engine.parallel.ranks import Ranks
 
 MOST_LEFT_OUT = 50  # steps in a row that are not finite, after which the run ends
 NEVER = torch.iinfo(torch.int64).max  # larger than the number of any step
@@ -20,43 +18,13 @@ SMALLEST_SCALE = 2**-14  # of float16's gradients: it begins with 2^16, and each
 FIRST = 5  # steps of this process before the first one in a trace, which compile or connect the ranks
 
 
-class Step:
-    """The parts of a step, which every rank makes: the model, its optimizer and the gradient scaler of float16."""
-
-    def __init__(self, cfg, sharded: ShardedModel):
-        ranks = sharded.ranks
-        self.cfg = cfg
-        self.sharded = sharded
-        self.optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=ranks.dtype == torch.float16)
-
-    def micro_steps(self, step: int) -> int:
-        """The number of micro-batches of this step on this rank."""
-        return self.cfg.micro_batches(step) // self.sharded.ranks.data_size
-
-    def backward(self, batches: Iterator, step: int) -> Tensor:
-        """Set the gradient of this step, times the scaler's factor; returns this rank's mean loss."""
-        return self.sharded.backward(batches, self.micro_steps(step), self.scaler)
-
-    def clip(self) -> Tensor:
-        """Divide the gradient by the scaler's factor and clip it; returns its norm before the clipping."""
-        self.scaler.unscale_(self.optimizer)
-        return self.sharded.clip(self.cfg.grad_clip)
-
-    def is_finite(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether the step is finite on all ranks. With a scaler, an infinite gradient may only mean that its scale was
-        too large, so there the loss decides, as long as the scale is no tiny one."""
-        if self.scaler.is_enabled():
-            scale = self.scaler._get_scale_async()  # on the device: get_scale would wait for it
-            return torch.isfinite(self.sharded.ranks.sum(loss.clone())) & (scale > SMALLEST_SCALE)
-        return torch.isfinite(grad_norm)  # which is the same on all ranks
-
-    def update(self, skip: bool = False):
-        """Update the weights, unless the step is to be skipped, and free the gradient."""
-        if not skip:
-            self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.sharded.model.zero_grad(set_to_none=True)
+def is_finite(loss: Tensor, grad_norm: Tensor, scaler: torch.amp.GradScaler, ranks: Ranks) -> Tensor:
+    """Whether the step is finite on all ranks. With a scaler, an infinite gradient may only mean that its scale was too
+    large, so there the loss decides, as long as the scale is no tiny one."""
+    if scaler.is_enabled():
+        scale = scaler._get_scale_async()  # on the device: get_scale would wait for it
+        return torch.isfinite(ranks.sum(loss.clone())) & (scale > SMALLEST_SCALE)
+    return torch.isfinite(grad_norm)  # which is the same on all ranks
 
 
 class Watch:

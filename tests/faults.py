@@ -167,7 +167,7 @@ train.py: A step that is left out does not count its samples, so a resume reads 
   tests/training/test_oracle.py::test_skipped_steps_equal_the_oracles
 engine/checkpoint/run.py: A resume restores the gradient scaler's scale, but not how many good steps it has counted.
   - load_state_dict(state["scaler"])
-  + load_state_dict(stepper.scaler.state_dict() | {"scale": state["scaler"]["scale"]})
+  + load_state_dict(scaler.state_dict() | {"scale": state["scaler"]["scale"]})
   tests/training/test_oracle.py::test_the_gradient_scaler_equals_the_oracles
 sample.py: Sampling with top_p drops the token with which the sum first reaches p.
   - over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)

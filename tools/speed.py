@@ -17,13 +17,13 @@ from data.errors import require
 from data.loader import Loader
 from data.lock import temporary_folder
 from data.objective import open_with_objective
+from engine import optim
 from engine.config import Config
 from engine.decode import generate
 from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
-from engine.step import Step
 from model import Model
 from tools.child import ROOT, TEMPORARY
 
@@ -69,14 +69,16 @@ def ms_per_step(cfg: Config) -> float:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations
         sharded = ShardedModel(cfg, ranks)
         sharded.init_weights(cfg.seed)
-        step = Step(cfg, sharded)
+        optimizer = optim.build(sharded.model, cfg, sharded, ranks.dtype)
+        scaler = torch.amp.GradScaler(enabled=False)
         loader = Loader(data.split("train"), objective, cfg.batch_size, seed=cfg.seed, device=ranks.device)
 
         def train():
             for _ in range(ROUND):
-                step.backward(loader, ROUND)
-                step.clip()
-                step.update()
+                sharded.backward(loader, cfg.gradient_accumulation_steps, scaler)
+                sharded.clip(cfg.grad_clip)
+                optimizer.step()
+                sharded.model.zero_grad(set_to_none=True)
             getattr(torch, ranks.device.type).synchronize()
 
         timer = Timer("train()", globals={"train": train}, num_threads=torch.get_num_threads())

@@ -23,12 +23,12 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import weights
 from engine.checkpoint.contents import damage_in, step_name
+from engine.optim import Optimizer
 from engine.parallel.connection import may_restart
 from engine.parallel.owners import Part
 from engine.parallel.ranks import of_all_ranks, of_first_rank, together
 from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import skeleton
-from engine.step import Step
 from flags import documented, flags_of_data, refuse, setting, unused
 from model import ModelConfig
 
@@ -233,13 +233,12 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     return place, notes
 
 
-def tensors_of(stepper: Step) -> dict[str, Tensor | Part]:
+def tensors_of(sharded: ShardedModel, optimizer: Optimizer) -> dict[str, Tensor | Part]:
     """The parameters, the optimizer's state and the state of this rank's random number generators, by name. The first
     two share storage with the run, to be saved or loaded."""
-    sharded = stepper.sharded
     ranks = sharded.ranks
     tensors = weights.parameters(sharded)
-    for name, t in stepper.optimizer.state_tensors(sharded.model).items():
+    for name, t in optimizer.state_tensors(sharded.model).items():
         tensors[f"optim.{name}"] = sharded.part(name.rpartition(".")[0], t)
     tensors[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
     if ranks.device.type == "cuda":
@@ -247,20 +246,20 @@ def tensors_of(stepper: Step) -> dict[str, Tensor | Part]:
     return tensors
 
 
-def restore(cfg, stepper: Step) -> dict:
-    """Load the latest checkpoint into the parts of a step; returns its state. ValueError if it is of another model."""
-    sharded = stepper.sharded
+def restore(cfg, sharded: ShardedModel, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> dict:
+    """Load the latest checkpoint into these parts of a run; returns its state. ValueError if it is of another model."""
     ranks = sharded.ranks
 
     def load(path: Path, state: dict) -> dict:
         check_same_model(cfg, state["flags"], path)
-        index = checkpoint.read_index(path, state, tensors_of(stepper))
-        tensors = {name: t for name, t in tensors_of(stepper).items() if name in index or not name.startswith("rng.")}
+        tensors = tensors_of(sharded, optimizer)
+        index = checkpoint.read_index(path, state, tensors)
+        tensors = {name: t for name, t in tensors.items() if name in index or not name.startswith("rng.")}
         checkpoint.load(path, tensors, index, cfg.vocab_size)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
         together(lambda: set_random_states(tensors, path))
-        if stepper.scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
-            stepper.scaler.load_state_dict(state["scaler"])
+        if scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
+            scaler.load_state_dict(state["scaler"])
         return state
 
     def set_random_states(tensors: dict[str, Tensor], path: Path):

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from data.lock import locked
+from engine import optim
 from engine.parallel import ranks as parallel
+from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from model import Model
 from tests import ranks
@@ -211,8 +213,10 @@ def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):
     monkeypatch.setattr(speed, "Timer", partial(speed.Timer, timer=lambda: clock.now))
     calls = iter(seconds)
 
-    def backward(loader, number):
+    def backward(self, loader, micro_steps, scaler):
         clock.now += next(calls)
 
-    monkeypatch.setattr(speed, "Step", lambda cfg, sharded: Mock(backward=backward))
+    monkeypatch.setattr(ShardedModel, "backward", backward)
+    monkeypatch.setattr(ShardedModel, "clip", lambda self, limit: None)
+    monkeypatch.setattr(optim, "build", lambda *_: Mock())
     assert speed.ms_per_step(speed.flags("small", "float32")) == 2000 and next(calls, None) is None

@@ -426,8 +426,8 @@ def test_what_is_not_finite_is_not_saved(run, monkeypatch, capsys, tmp_path, nam
     """The weights, the state of the optimizer and the average."""
     plain = train.run_state.tensors_of
 
-    def broken(stepper):
-        tensors = plain(stepper)
+    def broken(sharded, optimizer):
+        tensors = plain(sharded, optimizer)
         if tensors["optim.wte.weight.step"].tensor == 4:
             tensors[name].tensor[3] = math.nan
         return tensors
