@@ -987,7 +987,7 @@ def yarn_scaling(f: Tensor, cfg: ModelConfig, factor: float, original=0.0, fast=
     first = max(math.floor(pairs * math.log(original / (fast * math.tau))), 0)
     last = min(math.ceil(pairs * math.log(original / (slow * math.tau))), 2 * n - 1)
     length = 1e-3 if first == last else last - first
-    return 1 - ((torch.arange(n, device=f.device) - first) / length).clamp(0, 1)
+    return 1 - ((torch.arange(n, device=f.device, dtype=f.dtype) - first) / length).clamp(0, 1)
 
 
 ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn_scaling}
