@@ -1,5 +1,5 @@
 # make train: environment, data, a trained model and a sample.   make test: environment and all tests but the slow.
-# make quick: for whoever edits model.py, half a minute: the grid of flags, the blocks, the references and golden losses.
+# make quick: for whoever edits model.py, half a minute: the grid of flags, the references and golden losses.
 # make mutants: do the tests see faults that are planted in the code? Some minutes.
 # make interop: an export in a task of lm-eval, and a run in wandb. Both packages have an environment of their own.
 # make baselines: rows A of docs/baselines.md, blocks with rates of their own: 75 minutes; a stopped call goes on.
@@ -26,7 +26,7 @@ test: .venv/ready-test
 
 quick: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --brief --numprocesses 2 --dist worksteal -k "not golden or causal" \
-		tests/model/test_model.py::test_grid tests/model/test_ignored.py tests/model/test_blocks.py \
+		tests/model/test_grid.py tests/model/test_naive.py tests/model/test_ignored.py \
 		tests/model/test_references.py tests/training/test_golden.py \
 		tests/parallel/test_gradients.py::test_a_new_flag_has_its_gradients_on_every_layout_or_is_refused_by_name
 

@@ -1,14 +1,16 @@
-"""What tests of the model share: tiny models and inputs, decoding without a cache, attention from its equations."""
+"""What tests of the model share: tiny models of random flags, inputs, decoding without a cache, naive attention."""
 
 import math
 import random
 from dataclasses import fields
+from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
 
 import ops
+from configurator import try_flags
 from engine.decode import generate
 from flags import unused
 from model import BLOCK, Model, ModelConfig
@@ -56,16 +58,52 @@ def numbers(flags: dict) -> dict[str, list]:
     }
 
 
-def draw(rng: random.Random) -> dict:
-    """Random values of the flags of the network that have an effect together."""
+def draw(rng: random.Random, **given) -> dict:
+    """Random values of the flags of the network that have an effect together, beside those that are given."""
     kinds = {name: choices(kind) for name, kind in get_type_hints(ModelConfig).items()}
     flags = {name: rng.choice(values) for name, values in kinds.items() if values}
     flags["block"] = rng.choice([*BLOCK, *LAYERS])
     flags |= {name: rng.choice(values) for name, values in numbers(flags).items()}
+    flags |= given
     cfg = object.__new__(ModelConfig)
-    vars(cfg).update(USUAL | flags)
-    idle = unused(cfg)
-    return {name: v for name, v in flags.items() if name not in idle}
+    while True:
+        vars(cfg).update(USUAL | flags)
+        idle = set(unused(cfg)) & flags.keys()
+        if not idle:
+            return flags
+        flags = {name: value for name, value in flags.items() if name not in idle}
+
+
+@cache
+def grid() -> list[dict]:
+    """Rows of flags in which every two values of two flags meet that any of many random rows has and is not refused."""
+    rng = random.Random(0)
+    pool = [draw(rng) for _ in range(300)]
+    columns = {}  # of each value of a flag
+    for row in pool:
+        for value in row.items():
+            columns.setdefault(value, len(columns))
+    has = torch.zeros(len(pool), len(columns))
+    for i, row in enumerate(pool):
+        has[i, [columns[value] for value in row.items()]] = 1
+    missing = has.T @ has > 0  # the pairs of values
+    rows = []
+    while missing.any():
+        best = ((has @ missing.float()) * has).sum(1).argmax()
+        try:
+            try_flags(ModelConfig(**TINY | pool[best]))
+        except ValueError:  # which the command line tells too
+            has[best] = 0
+            missing &= has.T @ has > 0
+        else:
+            rows.append(pool[best])
+            missing[torch.outer(has[best], has[best]) > 0] = False
+    return rows
+
+
+def changes(row: dict) -> str:
+    """The flags of a row that are not as usual, as its name."""
+    return ",".join(f"{name}={value}" for name, value in row.items() if value != USUAL[name])
 
 
 def build(dtype=torch.float64, **flags) -> Model:
@@ -93,19 +131,20 @@ def beside(model: Model, docs: bool = True) -> dict[str, torch.Tensor]:
     return given
 
 
-def check_decoding(model, prompt, n, **source):
-    """Cached decoding of n tokens gives what the uncached gives, beyond block_size as well."""
+def check_decoding(model, prompt, n, reference=None, **source):
+    """Cached decoding of n tokens gives what the uncached model, or a reference, gives, beyond block_size as well."""
+    uncached = reference or model
     steps = []
     new = list(generate(model, prompt, n, lambda logits: steps.append(logits) or logits.argmax(-1), **source))
     assert len(steps) == n
     text = torch.cat((prompt, torch.stack(new, dim=1)), dim=1)
     limit = model.cfg.block_size
-    whole = model(text[:, :limit], **source)
+    whole = uncached(text[:, :limit], **source)
     for length, step in enumerate(steps, prompt.size(1)):
         if length <= limit:
             expected = whole[:, length - 1]
         else:
-            expected = model(text[:, length - limit : length], **source)[:, -1]
+            expected = uncached(text[:, length - limit : length], **source)[:, -1]
         assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {length}"
 
 

@@ -16,7 +16,6 @@ from engine.plan.accounting import flops, n_read
 from flags import READER
 from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
 from tests.model.test_references import (
-    EXACT,
     ROUNDED,
     C,
     H,
@@ -72,36 +71,6 @@ def test_experts_are_those_of_transformers():
     assert_same(call(ours, weights, x, Inputs()), theirs(x), trained(theirs) | {"x": x}, ROUNDED)
 
 
-def by_token(m: Experts, mlp: str, x: torch.Tensor) -> torch.Tensor:
-    """Every token by itself, with the experts' matrices one by one."""
-    out = []
-    for token in x.flatten(0, 1):
-        scores = m.router(token)
-        p = scores.softmax(0) if m.score is not torch.sigmoid else 1 / (1 + (-scores).exp())
-        best = sorted(range(E), key=lambda e: -(p[e] + m.balance.bias[e]).item())[: m.active]  # noqa: B023
-        total = sum(p[e] for e in best) if m.active > 1 else 1.0
-        y = 0
-        for e in best:
-            up = m.up.weight[e] @ token + (0 if m.up.bias is None else m.up.bias[e])
-            pieces = up.view(-1, MLP_KIND[mlp].arity).unbind(1)  # of one unit
-            down = m.down.weight[e] @ MLP_KIND[mlp].phi(*pieces)
-            y = y + p[e] / total * (down + (0 if m.down.bias is None else m.down.bias[e]))
-        out.append(y)
-    return torch.stack(out).view_as(x)
-
-
-@pytest.mark.parametrize("mlp, active, router", [
-    *((mlp, 2, "softmax") for mlp in MLP_KIND),
-    ("gelu", 1, "softmax"),
-    ("swiglu", 2, "sigmoid"),
-    ("gelu", E, "sigmoid"),
-])  # fmt: skip
-def test_experts_are_a_loop_over_tokens(mlp, active, router):
-    m, x = experts(router=router, n_expert_active=active, mlp=mlp, bias=active == 2), stream()
-    leaves = {name: p for name, p in m.named_parameters() if name != "balance.bias"}
-    assert_same(m(x, Inputs()), by_token(m, mlp, x), leaves | {"x": x}, EXACT)
-
-
 @pytest.mark.parametrize("ends", [[7, 7, 20, 24], [0, 0, 24, 24], [24] * 4])
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 16), (torch.float32, 17), (torch.bfloat16, 16)])
 def test_grouped_products_are_those_of_each_group(ends, dtype, width):
@@ -126,15 +95,6 @@ def test_under_tp_experts_keep_the_loop_of_compilation():
     assert loop.called and torch.equal(y, torch.full((4, 3), 3.5))
 
 
-def test_the_bias_of_an_expert_has_its_load_as_gradient():
-    m, x = experts(), stream()
-    p = m.router(x).softmax(-1) + m.balance.bias
-    load = p.topk(2).indices.flatten().bincount(minlength=E).double()
-    for _ in range(2):  # two micro-steps
-        (17.0 * m(x, Inputs())).sum().backward()  # whatever the loss
-    assert torch.allclose(m.balance.bias.grad, 2 * (load / load.mean() - 1))
-
-
 def test_a_token_reads_its_share_of_the_parameters():
     """Two of six experts, in the matrix products too; with a shared one each has a third of the units, not a half. Each
     has a bias of its result, and the router one."""
@@ -146,17 +106,3 @@ def test_a_token_reads_its_share_of_the_parameters():
         sparse = Model(ModelConfig(**flags), seed=0)
         assert n_read(sparse) == dense.n_params() + router + L * E + bias * L * (E + (1 + shared) * C)
         assert flops(sparse, T) == flops(dense, T) + 6 * T * router
-
-
-def test_layers_of_experts():
-    """Dense first layers, the encoder, and a superblock's string."""
-
-    def kinds(**flags) -> list[str]:
-        model = Model(ModelConfig(**SIZE | {"n_layer": 5} | flags), seed=0)
-        blocks = [*model.blocks, *(model.encoder.blocks if model.encoder else ())]
-        return ["".join("E" for m in block.modules() if isinstance(m, Experts)) or "D" for block in blocks]
-
-    assert kinds() == ["E"] * 5
-    assert kinds(n_dense_layer=2) == ["D", "D", "E", "E", "E"]
-    assert kinds(objective="seq2seq", n_encoder_layer=2, n_dense_layer=1) == ["D", *"EEEE", "D", "E"]
-    assert kinds(block="c,p;c,e/2+e/2") == ["D", "EE", "D", "EE", "D"]

@@ -9,8 +9,7 @@ import torch
 
 import model as M
 from model import Model, ModelConfig
-from tests.model.test_model import GRID, changes
-from tests.models import TINY, USUAL, choices, numbers
+from tests.models import TINY, USUAL, changes, choices, grid, numbers
 
 S = 11  # tokens of a source
 KINDS = get_type_hints(ModelConfig)
@@ -100,8 +99,6 @@ def ignored(rows: list[dict], names: set[str]) -> dict[str, str]:
 @pytest.mark.parametrize("block", [*M.BLOCK, "strings"])
 def test_no_flag_is_ignored(block):
     """If this fails, refuse the flag where it has no effect, by a rule in its comment."""
-    rows = [row for row in GRID if row["block"] == block or block == "strings" and row["block"] not in M.BLOCK]
-    rows.sort(
-        key=lambda row: ";" in row["block"]
-    )  # the plain ones first: beside them, all layers have the same readers
+    rows = [row for row in grid() if row["block"] == block or block == "strings" and row["block"] not in M.BLOCK]
+    rows.sort(key=lambda row: ";" in row["block"])  # the plain ones first, in which all layers have the same readers
     assert not ignored(rows, {field.name for field in fields(ModelConfig)} - NO_RESULT)

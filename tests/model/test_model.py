@@ -1,181 +1,33 @@
 """The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
 
-import itertools
-import math
-import random
 import re
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model as M
 import ops
 from configurator import try_flags
 from engine import decode
 from engine.decode import generate
-from engine.parallel.tensor import sharded_dim
 from engine.plan.accounting import attention_kernels, flops
 from model import Model, ModelConfig
 from tests.helpers import Operations
 from tests.models import (
     DOCS,
     TINY,
-    USUAL,
     S,
     T,
     assert_same,
     beside,
     build,
-    check_decoding,
-    draw,
+    changes,
     jitter,
+    leaves,
     spy_on_kernels,
     tokens,
 )
-
-
-def combinations(drawn: int = 500) -> list[dict]:
-    """Rows of flags in which every two values of two flags meet that any of many random rows has and is not refused."""
-    rng = random.Random(0)
-    pool = [draw(rng) for _ in range(drawn)]
-    columns = {value: i for i, value in enumerate(dict.fromkeys((k, v) for row in pool for k, v in row.items()))}
-    has = torch.zeros(len(pool), len(columns))
-    for i, row in enumerate(pool):
-        has[i, [columns[value] for value in row.items()]] = 1
-    missing = has.T @ has > 0
-    rows = []
-    while missing.any():
-        best = ((has @ missing.float()) * has).sum(1).argmax()
-        try:
-            try_flags(ModelConfig(**TINY | pool[best]))
-        except ValueError:  # which the command line tells too
-            has[best] = 0
-            missing &= has.T @ has > 0
-        else:
-            rows.append(pool[best])
-            missing[torch.outer(has[best], has[best]) > 0] = False
-    return rows
-
-
-def changes(row: dict) -> str:
-    """The flags of a row that are not as usual, as its name."""
-    return ",".join(f"{k}={v}" for k, v in row.items() if v != USUAL[k])
-
-
-GRID = combinations()
-
-
-@pytest.mark.parametrize("flags", GRID, ids=changes)
-def test_grid(flags):
-    """Roles, initial loss, loss and gradients, documents, and of each objective who sees whom and what is generated."""
-    model = build(**flags)
-    for parameter, _ in model.named_parameters():
-        sharded_dim(model, parameter)  # refuses, by name, what --tp could not cut
-    torch.manual_seed(2)
-    idx, targets = tokens(2, T), tokens(2, T)
-    targets[0, 3:6] = targets[1, 10:] = -1
-    assert abs(model(idx, targets, **beside(model, docs=False)).item() - math.log(TINY["vocab_size"])) < 0.35
-    jitter(model)
-    for docs in (False, True):
-        logits = check_loss(model, idx, targets, **beside(model, docs))
-    with torch.no_grad():
-        check_documents_alone(model, logits, idx, **beside(model))
-        for docs in (False, True):
-            check_sight(model, idx, **beside(model, docs))
-
-
-@pytest.mark.parametrize("objective", ["causal", "masked", "seq2seq"])
-def test_a_block_may_give_its_readers_other_windows(objective, monkeypatch):
-    """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
-
-    def two(cfg, layer):
-        near, far = M.Attention(cfg, layer), M.Attention(cfg, layer)
-        near.window, far.window = 2, 4
-        return [
-            M.Sum(cfg, near=near, far=far),
-            *M.cross(cfg, layer),
-            M.Sum(cfg, mlp=M.MLP(cfg, layer)),
-        ]
-
-    monkeypatch.setitem(M.BLOCK, "two", two)
-    assert reach(build(block="two", window=3)) == 3 + 3
-    test_grid({"block": "two", "objective": objective, "pos": "rope", "window": 3})
-
-
-def check_loss(model, idx, targets, **given) -> torch.Tensor:
-    """The logits. Targets of -1 are left out; a finite gradient reaches every parameter, beside padding too."""
-    loss, logits = model(idx, targets, **given), model(idx, **given)
-    assert logits.isfinite().all()
-    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1), atol=1e-9)
-    model.zero_grad()
-    model.train()(
-        idx, targets, **given
-    ).backward()  # there is no dropout, but a loss may have a part for training alone
-    model.eval()
-    dead = [n for n, p in model.named_parameters() if p.grad is None or not 0 < p.grad.abs().max() < math.inf]
-    assert not dead, f"no gradient, or no finite one, reaches {dead}"
-    return logits
-
-
-def check_documents_alone(model, together, idx, docs, source=None, source_docs=None):
-    """A row's first document gives what it gives alone; the others do so where only distances count."""
-    distances = model.cfg.pos in ("rope", "alibi", "none") and not model.cfg.placed_slots
-    relative = model.cfg.doc_positions or distances
-    for row in range(2):
-        for number in docs[row].unique() if relative else [0]:
-            here = docs[row] == number
-            alone = {} if source is None else {"source": source[row][source_docs[row] == number][None]}
-            assert torch.allclose(together[row][here], model(idx[row][here][None], **alone)[0], atol=1e-9)
-
-
-def check_sight(model, idx, docs=None, source=None, source_docs=None):
-    """Who sees whom, of the text and of the source, and that a text is continued as it is read."""
-    given = dict(idx=idx, docs=docs, source=source, source_docs=source_docs)
-    masked = model.cfg.objective == "masked"
-    after = torch.arange(T) - 6
-    near = (after <= reach(model)) & (after >= (-reach(model) if masked else 0))
-    check_reach(model, "idx", near & within(docs, docs, 6), **given)
-    if source is not None:
-        check_reach(model, "source", within(docs, source_docs, 6), **given)
-    if docs is None and not masked:
-        check_decoding(model, idx[:, :10], T - 8, source=source)
-
-
-def reach(model: Model) -> int:
-    """How far apart two tokens can be of which one sees the other."""
-    sums = [each for block in model.blocks for each in block.sums]
-    read = [[m for m in each.children() if isinstance(m, M.Heads) and m.reader.source == "context"] for each in sums]
-    windows = [[m.window for m in readers] for readers in read]
-    seen = sum(max((window - 1 if window else T for window in each), default=0) for each in windows)
-    return seen + sum(m.reach for m in model.blocks.modules() if isinstance(m, M.Neighbours))
-
-
-def within(docs, of_changed, place: int) -> torch.Tensor:
-    """(2, T), True in the document of what is changed at a place."""
-    return torch.ones(2, T, dtype=torch.bool) if docs is None else docs == of_changed[:, place, None]
-
-
-def check_reach(model, changed, seen, **given):
-    """Another token at place 6 of what is changed, the text or the source, moves exactly the logits at seen (2, T)."""
-    given = {name: x.repeat(2, 1) for name, x in given.items() if x is not None}
-    given[changed][2:, 6] = (given[changed][2:, 6] + 1) % TINY["vocab_size"]
-    before, after = model(**given).chunk(2)
-    moved = (after - before).abs().amax(dim=2)
-    assert (moved[~seen] < 1e-12).all(), f"sees what it must not: {moved}"
-    assert (moved[seen] > 1e-12).all(), f"does not see what it should: {moved}"
-
-
-@pytest.mark.parametrize("pos", M.POSITION)
-def test_the_context_of_a_long_prompt_is_its_end(pos):
-    """A prompt that fills block_size, or is longer."""
-    model = build(pos=pos)
-    jitter(model)
-    for length in (T, T + 1, 3 * T):
-        check_decoding(model, tokens(2, length), 4)
-
 
 SLOTS = {"block": "c.own_slots", "n_slot": 5}
 JOINT = SLOTS | {"block": "c.joint_slots"}
@@ -314,30 +166,15 @@ def test_alibi_columns_are_exact_far_out_in_bfloat16():
 CONV = {"conv": 4, "pos": "rope"}
 
 
-def written_out(x: torch.Tensor, weight: torch.Tensor, docs: torch.Tensor) -> torch.Tensor:
-    rows = []
-    for row, numbers in zip(x, docs.tolist(), strict=True):
-        for t in range(len(row)):
-            seen = [i for i in range(weight.size(1)) if t - i >= 0 and numbers[t - i] == numbers[t]]
-            rows.append(row[t] + sum(weight[:, i] * row[t - i] for i in seen))
-    return torch.stack(rows).view_as(x)
-
-
-@pytest.mark.parametrize("docs", [None, DOCS])
-@pytest.mark.parametrize("taps, compiled", [(2, False), (2, True), (4, False), (T + 3, False)])
-def test_a_convolution_is_the_sum_written_out(docs, taps, compiled):
-    """What a convolution gives the readers, and its gradients."""
-    net, seen = build(**CONV | {"conv": taps, "n_layer": 1}), []
+def test_a_compiled_convolution_is_the_uncompiled_one():
+    """As one graph, with documents; tests/naive.py has the sum written out."""
+    net = build(**CONV)
     jitter(net)
-    conv = net.blocks[0].sums[1].conv
-    conv.register_forward_hook(lambda conv, args, y: seen.append((*args, y)))
-    net(tokens(2, T), docs=docs)
-    [(x, inputs, _)] = seen
-    x = x.detach().requires_grad_()
-    conv._forward_hooks.clear()
-    f = torch.compile(conv, backend="aot_eager", fullgraph=True) if compiled else conv
-    expected = written_out(x, conv.weight, DOCS * 0 if docs is None else docs)
-    assert_same(f(x, inputs), expected, [x, conv.weight])
+    conv = net.blocks[0].sums[0].conv
+    inputs = net.inputs(tokens(2, T), torch.arange(T), torch.empty(0), docs=(DOCS, DOCS))
+    (x,) = leaves((2, T, 32))
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(x, inputs), conv(x, inputs), [x, conv.weight])
 
 
 def test_a_convolution_in_sixteen_bits_rounds_once():
@@ -365,27 +202,6 @@ def test_convolutions_begin_as_the_model_without_them():
     assert [grad.shape for grad in added] == [(32, 4)] * 4 and all(grad.abs().min() > 0 for grad in added)
 
 
-def test_value_embeddings_add_a_vector_of_the_token_in_every_second_layer():
-    """As a loop over tokens adds it to the values of the same model without them."""
-    flags = TINY | {"n_layer": 3, "attention": "gqa", "n_kv_head": 2}
-    net, plain = (Model(ModelConfig(**flags, value_embedding=on), seed=1).double() for on in (True, False))
-    idx = tokens(2, T)
-
-    def added(project, table, x, inputs):
-        q, k, v = project(x, inputs)
-        v = v.clone()
-        for b, t in itertools.product(range(2), range(T)):
-            v[b, :, t] += table[:, idx[b, t]]
-        return q, k, v
-
-    tables = [block.sums[0].attn.of_token for block in net.blocks]
-    assert tables[1] is None and not torch.allclose(net(idx), plain(idx))
-    for layer in (0, 2):
-        attn = plain.blocks[layer].sums[0].attn
-        attn.project = partial(added, attn.project, tables[layer])
-    torch.testing.assert_close(net(idx), plain(idx))
-
-
 def test_value_embeddings_have_the_same_gradient_each_time():
     """Digit for digit on two threads, in a compiled graph too, as an exact resume needs."""
     attn = Model(ModelConfig(**TINY, value_embedding=True), seed=1).blocks[0].sums[0].attn
@@ -402,25 +218,6 @@ def test_value_embeddings_have_the_same_gradient_each_time():
 
 
 # ---- loss
-
-
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("chunk", [1, 5, 26, 1000])
-def test_the_loss_in_chunks(softcap, chunk):
-    """Against cross_entropy of all logits."""
-    model = build(logit_softcap=softcap, loss_chunk=chunk)
-    for p in model.parameters():
-        torch.nn.init.normal_(p)
-    idx, targets = torch.randint(29, (2, 2, 13))
-    targets[0, 3:6] = -1
-    logits = model(idx)[targets >= 0]
-    expected = F.cross_entropy(logits, targets[targets >= 0])
-    loss, parameters = model(idx, targets), list(model.parameters())
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    with torch.no_grad():
-        assert model(idx, targets).item() == pytest.approx(expected.item(), rel=1e-12)
-    for p, q in zip(*(torch.autograd.grad(each, parameters) for each in (loss, expected)), strict=True):
-        assert torch.allclose(p, q, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
@@ -509,21 +306,6 @@ def test_initial_values_of_simplified_blocks(block, skips, values, resid):
     assert sum("sums.1.skip" in name for name in names) == skips and "blocks.1.sums.0.attn.alpha" in names
 
 
-@pytest.mark.parametrize("block", M.BLOCK)
-@pytest.mark.parametrize("pos, norm_placement", [("learned", "pre"), ("rope", "post")])
-def test_encoder_is_a_masked_model_without_head(block, pos, norm_placement):
-    flags = dict(block=block, pos=pos, norm_placement=norm_placement, window=4, window_pattern="SL")
-    both = build(objective="seq2seq", n_encoder_layer=3, **flags)
-    alone = build(objective="masked", n_layer=3, **flags)
-    jitter(both)
-    weights = {n: p for n, p in both.state_dict().items() if n.startswith(("wte", "pos", "head"))}
-    weights |= {n.removeprefix("encoder."): p for n, p in both.state_dict().items() if n.startswith("encoder.")}
-    alone.load_state_dict(weights)
-    source = tokens(2, T)
-    for docs in (None, (DOCS, DOCS)):
-        assert torch.allclose(both.encode(source, docs), alone.hidden(source, docs=docs), atol=1e-12)
-
-
 @pytest.mark.parametrize("flags,fragments", [
     ({"window": -1}, ["window=-1"]),
     ({"dropout": 1.0}, ["dropout=1.0"]),
@@ -556,7 +338,8 @@ def test_impossible_flags_are_named(flags, fragments):
         assert fragment in str(error.value)
 
 
-IDX, LONG = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 14, dtype=torch.int64)
+IDX = torch.zeros(1, 4, dtype=torch.int64)
+LONG = torch.zeros(1, 14, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("flags,idx,given,said", [
@@ -571,8 +354,3 @@ def test_what_a_model_does_not_take_is_refused(flags, idx, given, said):
     model = build(**flags)
     with pytest.raises(ValueError, match=said):
         model(idx, **given)
-
-
-def test_a_masked_model_continues_no_text():
-    with pytest.raises(ValueError, match="objective=masked does not continue a text"):
-        next(generate(build(objective="masked"), IDX, 1, lambda logits: logits.argmax(-1)))

@@ -1,34 +1,27 @@
-"""The readers of a superblock's layer: how a string is read, and every choice from its formula."""
+"""The readers of a superblock's layer: how a string is read, and what tests/naive.py does not compute of them."""
 
 import math
 import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model as M
 from configurator import try_flags
 from engine.optim import hidden_matrices
 from engine.plan.accounting import flops
 from model import Inputs
-from tests.models import DOCS, TINY, assert_same, build, jitter, leaves, naive_attention
+from tests.models import TINY, beside, build, jitter, leaves, tokens
 
-C, H, T, D = TINY["n_embd"], TINY["n_head"], TINY["block_size"], TINY["n_embd"] // TINY["n_head"]
+C = TINY["n_embd"]
+T = TINY["block_size"]
+D = C // TINY["n_head"]
 
 
 def shape_of(layer: str, **flags) -> list[list[list[str]]]:
     cfg = M.ModelConfig(**TINY | {"block": layer} | flags)
     try_flags(cfg)
     return [[[r.name for r in each] for each in cfg.sums(layer)] for layer in range(len(cfg.strings))]
-
-
-def pool(layer: str, **flags) -> tuple[M.Model, M.Heads | M.MLP]:
-    """A model with weights away from the initial ones, and the first reader of its first layer."""
-    net = build(block=layer, **{"pos": "none"} | flags)
-    jitter(net)
-    each = net.blocks[0].sums[0]
-    return net, getattr(each, each.names[0])
 
 
 # ---- strings
@@ -75,32 +68,6 @@ def test_what_a_layer_cannot_be_is_refused(layer, flags, said):
         shape_of(layer, **flags)
 
 
-def test_parts_have_their_share_of_heads_and_units():
-    net = build(block="3c/4+p/2,c/4+p/2", n_embd=64, mlp="swiglu")
-    first, second = net.blocks[0].sums
-    assert first.attn.qkv.weight.shape == (3 * 48, 64) and second.attn2.out.weight.shape == (64, 16)
-    units = [each.weight.size(1) for each in (first.mlp.down, second.mlp2.down)]
-    assert units == [64, 64]  # 170.67 / 2, to a multiple of 64
-
-
-def test_halves_do_what_the_whole_does():
-    """Two halves of the heads and of the hidden units in one sum, with the rows and columns of the whole: one sum."""
-    whole, _ = pool("c+p", pos="rope")
-    halves, _ = pool("c/2+c/2+p/2+p/2", pos="rope")
-    for a, b in zip(whole.blocks, halves.blocks, strict=True):
-        (a,), (b,) = a.sums, b.sums
-        b.before.load_state_dict(a.before.state_dict())
-        for half, (attn, mlp) in enumerate(((b.attn, b.mlp), (b.attn2, b.mlp2))):
-            for ours, theirs, names in ((attn, a.attn, ("qkv", "out")), (mlp, a.mlp, ("up", "down"))):
-                for dim, name in enumerate(names):
-                    weight = getattr(theirs, name).weight.chunk(2, dim)[half]
-                    getattr(ours, name).weight.data.copy_(weight)
-    for name in ("wte", "norm"):
-        halves.get_submodule(name).load_state_dict(whole.get_submodule(name).state_dict())
-    idx = torch.randint(TINY["vocab_size"], (2, T))
-    assert torch.allclose(halves(idx), whole(idx), atol=1e-10)
-
-
 def test_outputs_begin_smaller_where_more_readers_write():
     """0.02 / sqrt(number of readers of all layers); slots beside the context are one more."""
     for layer, n in (("c,p", 6), ("c/2+p/2,c/2+p/2", 12), ("c;c,p", 4), ("c.own_slots", 6)):
@@ -108,105 +75,25 @@ def test_outputs_begin_smaller_where_more_readers_write():
         assert net.blocks[0].sums[0].attn.out.initial["weight"].std == 0.02 / math.sqrt(n)
 
 
-# ---- formulas
-
-
-MAPS = {"sigmoid": torch.sigmoid, "relu": F.relu, "gelu": F.gelu, "relu2": lambda x: F.relu(x) ** 2}
-
-
-@pytest.mark.parametrize("flags,T", [
-    ({}, 13),
-    ({"window": 3}, 300),
-    ({"attention": "gqa", "n_kv_head": 2, "attn_softcap": 1.5}, 300),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("objective", ["causal", "masked"])
-@pytest.mark.parametrize("phi", MAPS)
-def test_a_map_over_the_context_from_scores_written_out(phi, objective, flags, T):
-    """relu(s) / n (arXiv:2309.08586), sigmoid(s - log n) (2409.04431), where a query sees n tokens."""
-    net, attn = pool(f"c.{phi}", objective=objective, block_size=T, **flags)
-    Hkv, window, cap = net.cfg.kv_heads, flags.get("window") or T, flags.get("attn_softcap")
-    (x,) = leaves((2, T, C))
-    docs = torch.cat((DOCS, torch.full((2, T - 13), 9)), dim=1)
-    rows = attn.qkv.weight.unflatten(0, (Hkv, H // Hkv + 2, D))
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    seen = (distance.abs() < window) & ((objective == "masked") | (distance >= 0)) & (docs[:, :, None] == docs[:, None])
-    n, out = seen.sum(-1, keepdim=True).double(), []
-    for h in range(H):
-        group, member = divmod(h, H // Hkv)
-        q, k, v = (x @ rows[group, i].T for i in (member, -2, -1))
-        scores = q @ k.mT / math.sqrt(D)
-        scores = cap * torch.tanh(scores / cap) if cap else scores
-        weights = torch.sigmoid(scores - n.log()) if phi == "sigmoid" else MAPS[phi](scores) / n
-        out.append((weights * seen) @ v)
-    expected = torch.cat(out, dim=-1) @ attn.out.weight.T
-    assert_same(attn(x, Inputs(docs=(docs, docs))), expected, [x, *attn.parameters()])
-
-
-@pytest.mark.parametrize("out", ["matrix", "none"])
-@pytest.mark.parametrize("source,query", [("c", "heads"), ("c", "stream"), ("s", "heads")])
-def test_queries_and_outputs_without_a_matrix(source, query, out):
-    """softmax(q k^T / sqrt(D)) v of heads whose queries, or whose results, are slices of the stream."""
-    _, attn = pool(f"{source}.{query}.{out}+c", **{"n_slot": 5} if source == "s" else {})
-    (x,) = leaves((2, T, C))
-
-    def heads(n: int, i: int, weight: torch.Tensor) -> torch.Tensor:
-        """Those of the i-th of n matrices whose rows for each head stand in turn."""
-        return (x @ weight.unflatten(0, (H, n, D))[:, i].flatten(0, 1).T).unflatten(2, (H, -1)).transpose(1, 2)
-
-    if source == "s":
-        q = heads(1, 0, attn.q.weight)
-        k, v = (slot.expand(2, -1, -1, -1) for slot in (attn.slot_k, attn.slot_v))
-    elif query == "heads":
-        q, k, v = (heads(3, i, attn.qkv.weight) for i in range(3))
-    else:
-        q = x.unflatten(2, (H, -1)).transpose(1, 2)
-        k, v = (heads(2, i, attn.kv.weight) for i in range(2))
-    expected = naive_attention(q, k, v, causal=source == "c").transpose(1, 2).flatten(2)
-    if out == "matrix":
-        expected = expected @ attn.out.weight.T
-    assert_same(attn(x, Inputs()), expected, [x, *attn.parameters()])
-
-
-@pytest.mark.parametrize("phi", ["softmax", "sigmoid", "gelu", "swiglu"])
-@pytest.mark.parametrize("out", ["matrix", "none"])
-def test_units_from_their_weights(phi, out):
-    """f(x W1^T + b1) W2^T + b2."""
-    _, mlp = pool(f"p.{phi}.{out}+c", n_embd=32, bias=True)
-    (x,) = leaves((2, T, C))
-    scores = x @ mlp.up.weight.T + mlp.up.bias
-    if phi == "softmax":
-        hidden = (scores / math.sqrt(C)).softmax(-1)
-    elif phi == "swiglu":  # without the unit of 64, which needs a width of 64, pairs of gate and value alternate
-        gate, value = scores.unflatten(-1, (-1, 2)).unbind(-1)
-        hidden = F.silu(gate) * value
-    else:
-        hidden = MAPS[phi](scores)
-    expected = hidden @ mlp.down.weight.T + mlp.down.bias
-    if out == "matrix":
-        expected = expected @ mlp.out.weight.T + mlp.out.bias
-    assert_same(mlp(x, Inputs()), expected, [x, *mlp.parameters()])
-
-
-@pytest.mark.parametrize("phi", ["relu2", "sigmoid", "swiglu"])
-def test_a_map_over_slots(phi):
-    """Heads that read learned keys through a map: no normaliser, and two keys of a gated kind for each value."""
-    _, slots = pool(f"s.{phi}+c", n_slot=5, attention="gqa", n_kv_head=2)
-    (x,) = leaves((2, T, C))
-    q = (x @ slots.q.weight.T).unflatten(2, (2, 2, D)).permute(0, 2, 3, 1, 4)  # (B, Hkv, G, T, D)
-    scores = q @ slots.slot_k[:, None].mT / math.sqrt(D)
-    weights = F.silu(scores[..., :5]) * scores[..., 5:] if phi == "swiglu" else MAPS[phi](scores)
-    y = (weights @ slots.slot_v[:, None]).permute(0, 3, 1, 2, 4).flatten(2)
-    assert_same(slots(x, Inputs()), y @ slots.out.weight.T, [x, *slots.parameters()])
-
-
-@pytest.mark.parametrize("slots,mlp,keys", [
-    ("s+c", "p+c", 1), ("s.swiglu+c", "p.swiglu+c", 2), ("c.own_slots", "p+c", 1),
+@pytest.mark.parametrize("string,name,objective", [
+    ("c,p", "standard", "causal"),
+    ("c,p", "standard", "seq2seq"),
+    ("c+p", "parallel", "masked"),
+    ("m,c+p", "parallel", "seq2seq"),
+    ("c+p", "superblock", "seq2seq"),
 ])  # fmt: skip
-def test_slots_have_as_many_parameters_as_an_mlp(slots, mlp, keys):
-    """To half a slot of each head."""
-    (_, slots), (_, mlp) = pool(slots), pool(mlp)
-    surplus = slots.slot_k.numel() + slots.slot_v.numel() - sum(p.numel() for p in mlp.parameters())
-    assert abs(surplus) <= (keys + 1) * H * D / 2
+def test_a_string_is_the_block_that_it_generalises(string, name, objective):
+    """With the same initial weights, and of the same weights the same logits."""
+    flags = TINY | {"objective": objective, "pos": "rope", "bias": True}
+    known = M.Model(M.ModelConfig(**flags, block=name), seed=7).double()
+    ours = M.Model(M.ModelConfig(**flags, block=string), seed=7).double()
+    for (name, first), other in zip(known.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(first, other), name
+    jitter(known)
+    ours.load_state_dict(known.state_dict())
+    given = beside(known, docs=False)
+    idx = tokens(2, T)
+    assert torch.equal(ours(idx, **given), known(idx, **given))
 
 
 def test_the_matrix_behind_units():
@@ -222,10 +109,12 @@ def test_the_matrix_behind_units():
 def test_a_query_that_sees_nothing_reads_nothing(phi):
     """A document of the text that is not in the memory: as with a softmax, 0 and not nan."""
     net = build(block=f"c,m.{phi}", objective="seq2seq", n_encoder_layer=1)
-    cross, (x, memory) = net.blocks[0].sums[1].cross, leaves((1, 3, C), (1, 2, C))
-    numbers = torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0]])
-    y = cross(x, Inputs(memory=memory, memory_docs=numbers))
-    assert y[0, 0].abs().max() > 0 and torch.equal(y[0, 1:], torch.zeros(2, C, dtype=x.dtype))
+    cross = net.blocks[0].sums[1].cross
+    x, memory = leaves((1, 3, C), (1, 2, C))
+    docs = (torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0]]))
+    y = cross(x, Inputs(memory=memory, memory_docs=docs))
+    assert y[0, 0].abs().max() > 0
+    assert torch.equal(y[0, 1:], torch.zeros(2, C, dtype=x.dtype))
 
 
 def test_flops_count_what_a_layer_multiplies():

@@ -1,0 +1,179 @@
+"""What holds for a model of any flags, over rows in which each two values of two flags meet: see `grid`."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as M
+from engine.decode import generate
+from engine.parallel.tensor import sharded_dim
+from model import Model
+from tests.models import DOCS, TINY, T, beside, build, changes, check_decoding, grid, jitter, tokens
+
+over_the_grid = pytest.mark.parametrize("flags", grid(), ids=changes, scope="module")  # a row's tests share its model
+PLACE = 6  # of the token that is changed
+
+
+@pytest.fixture(scope="module")
+def fresh(flags) -> Model:
+    return build(**flags)
+
+
+@pytest.fixture(scope="module")
+def model(fresh) -> Model:
+    """With weights off the initial ones."""
+    net = deepcopy(fresh)
+    jitter(net)
+    return net
+
+
+@pytest.fixture
+def text() -> torch.Tensor:
+    torch.manual_seed(2)
+    return tokens(2, T)
+
+
+def targets_of(text: torch.Tensor) -> torch.Tensor:
+    targets = text.roll(-1, 1)
+    targets[0, 3:6] = -1
+    targets[1, 10:] = -1
+    return targets
+
+
+@over_the_grid
+@torch.no_grad()
+def test_the_first_loss_is_that_of_a_uniform_guess(fresh, text):
+    loss = fresh(text, targets_of(text), **beside(fresh, docs=False))
+    assert abs(loss.item() - math.log(TINY["vocab_size"])) < 0.35
+
+
+@over_the_grid
+def test_tensor_parallelism_knows_the_role_of_each_parameter(model):
+    """Or refuses it by name."""
+    for name, parameter in model.named_parameters():
+        dim = sharded_dim(model, name)
+        assert dim is None or dim < parameter.dim()
+
+
+@over_the_grid
+@torch.no_grad()
+def test_the_loss_is_the_mean_over_targets(model, text):
+    given = beside(model)
+    targets = targets_of(text)
+    logits = model(text, **given)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert torch.allclose(model(text, targets, **given), expected, atol=1e-9)
+
+
+@over_the_grid
+def test_a_finite_gradient_reaches_each_parameter(model, text):
+    """While training: there is no dropout, but a loss may have a part for training alone."""
+    model.train()
+    loss = model(text, targets_of(text), **beside(model))
+    model.eval()
+    names = [name for name, _ in model.named_parameters()]
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    sizes = {name: 0.0 if g is None else g.abs().max().item() for name, g in zip(names, gradients, strict=True)}
+    assert not [name for name, size in sizes.items() if not 0 < size < math.inf]
+
+
+@over_the_grid
+@torch.no_grad()
+def test_a_document_gives_what_it_gives_alone(model, text):
+    """The first one of a row, and where only distances count, each."""
+    given = beside(model)
+    docs = given["docs"]
+    together = model(text, **given)
+    cfg = model.cfg
+    distances = cfg.pos in ("rope", "alibi", "none") and not cfg.placed_slots
+    for row in range(2):
+        numbers = docs[row].unique() if cfg.doc_positions or distances else [0]
+        for number in numbers:
+            here = docs[row] == number
+            alone = {}
+            if model.encoder:
+                alone["source"] = given["source"][row][given["source_docs"][row] == number][None]
+            assert torch.allclose(together[row][here], model(text[row][here][None], **alone)[0], atol=1e-9)
+
+
+@over_the_grid
+def test_a_token_sees_those_it_should_and_no_others(model, text):
+    check_sight(model, text, docs=False)
+    check_sight(model, text, docs=True)
+
+
+@over_the_grid
+@torch.no_grad()
+def test_a_text_is_continued_as_it_is_read(model, text):
+    if model.cfg.objective == "masked":
+        with pytest.raises(ValueError, match="objective=masked does not continue a text"):
+            next(generate(model, text, 1, lambda logits: logits.argmax(-1)))
+    else:
+        check_decoding(model, text[:, :10], T - 8, **beside(model, docs=False))
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked", "seq2seq"])
+def test_a_block_may_give_its_readers_other_windows(objective, text, monkeypatch):
+    """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
+
+    def two(cfg, layer):
+        near = M.Attention(cfg, layer)
+        far = M.Attention(cfg, layer)
+        near.window = 2
+        far.window = 4
+        return [
+            M.Sum(cfg, near=near, far=far),
+            *M.cross(cfg, layer),
+            M.Sum(cfg, mlp=M.MLP(cfg, layer)),
+        ]
+
+    monkeypatch.setitem(M.BLOCK, "two", two)
+    net = build(block="two", objective=objective, pos="rope", window=3)
+    jitter(net)
+    assert reach(net) == 3 + 3
+    check_sight(net, text, docs=False)
+    check_sight(net, text, docs=True)
+    if objective != "masked":
+        check_decoding(net, text[:, :10], T - 8, **beside(net, docs=False))
+
+
+@torch.no_grad()
+def check_sight(model: Model, text: torch.Tensor, docs: bool):
+    """Another token of the text, or of the source, moves the logits of those that see it, and no others."""
+    given = beside(model, docs)
+    after = torch.arange(T) - PLACE
+    seen = after <= reach(model)
+    if model.cfg.objective == "masked":
+        seen = seen & (after >= -reach(model))
+    else:
+        seen = seen & (after >= 0)
+    here = torch.ones(2, T, dtype=torch.bool)
+    if docs:
+        here = DOCS == DOCS[:, PLACE, None]
+    check_moved(model, {"idx": text} | given, "idx", seen & here)
+    if model.encoder:
+        of_source = torch.ones(2, T, dtype=torch.bool)
+        if docs:
+            of_source = DOCS == given["source_docs"][:, PLACE, None]
+        check_moved(model, {"idx": text} | given, "source", of_source)
+
+
+def reach(model: Model) -> int:
+    """How far apart two tokens can be of which one sees the other."""
+    total = 0
+    for each in [each for block in model.blocks for each in block.sums]:
+        readers = [m for m in each.children() if isinstance(m, M.Heads) and m.reader.source == "context"]
+        total += max((reader.window - 1 if reader.window else T for reader in readers), default=0)
+    return total + sum(m.reach for m in model.blocks.modules() if isinstance(m, M.Neighbours))
+
+
+def check_moved(model: Model, given: dict, changed: str, seen: torch.Tensor):
+    given = {name: x.repeat(2, 1) for name, x in given.items()}
+    given[changed][2:, PLACE] = (given[changed][2:, PLACE] + 1) % TINY["vocab_size"]
+    before, after = model(**given).chunk(2)
+    moved = (after - before).abs().amax(dim=2)
+    assert (moved[~seen] < 1e-12).all(), f"sees what it must not: {moved}"
+    assert (moved[seen] > 1e-12).all(), f"does not see what it should: {moved}"
