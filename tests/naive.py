@@ -1,6 +1,6 @@
 """The network once more, from docs/blocks.md and the comments of the flags: logits and loss for any flags.
 
-    net = Naive(flags, weights)         # flags: all of ModelConfig's; weights: the parameters of a Model, by name
+    net = Naive(flags, weights)         # the parameters of a Model, by name
     logits = net.logits(idx)            # (B, T, V)
     loss = net.loss(logits, targets)    # the mean over targets >= 0
 
@@ -26,7 +26,17 @@ STRINGS = {
     "simplified": "c,p",
     "simplified_parallel": "m,c+p",
 }
-KNOWN = {  # flag -> the values that are computed here; an empty list for all numbers and texts
+PLAIN = dict(  # the flags that are known here, each with the value by which it does nothing, or GPT-2's
+    n_layer=12, n_head=12, n_embd=768, head_dim=0, block_size=1024, vocab_size=0, bias=False, qkv_bias=False,
+    norm_bias=False, tie_weights=True, init_std=0.02, scaled_init=True, embed_scale=1.0, block="standard",
+    norm="layernorm", last_norm="same", norm_placement="pre", norm_eps=1e-5, mlp="gelu", mlp_ratio=4.0, conv=0,
+    simplified_value_proj="first", simplified_beta_ff=0.1, n_slot=0, n_expert=0, n_expert_active=2, n_expert_shared=0,
+    expert_ratio=0.0, router="softmax", router_balance="bias", n_dense_layer=0, attention="mha", n_kv_head=0,
+    qk_norm=False, value_embedding=False, window=0, window_pattern="", attn_softcap=0.0, fp32_residual="auto",
+    pos="learned", rope_theta=1e4, rope_scaling="", pos_pattern="", rope_theta_local=1e4, objective="causal",
+    n_encoder_layer=0, doc_mask=False, doc_positions=False, logit_softcap=0.0, loss_chunk=0,
+)  # fmt: skip
+CHOICES = {  # flag -> the names that are known here
     "norm": ["layernorm", "rmsnorm", "rmsnorm_eps_outside"],
     "last_norm": ["same", "layernorm", "rmsnorm"],
     "norm_placement": ["pre", "post", "after", "sandwich", "none"],
@@ -37,21 +47,14 @@ KNOWN = {  # flag -> the values that are computed here; an empty list for all nu
     "attention": ["mha", "gqa", "mqa"],
     "pos": ["learned", "sinusoidal", "rope", "alibi", "none"],
     "objective": ["causal", "masked", "seq2seq"],
-} | {
-    name: []
-    for name in """n_layer n_head n_embd head_dim block_size vocab_size bias qkv_bias norm_bias tie_weights init_std
-    scaled_init embed_scale block norm_eps mlp_ratio conv simplified_beta_ff n_slot n_expert n_expert_active
-    n_expert_shared expert_ratio n_dense_layer n_kv_head qk_norm value_embedding window window_pattern attn_softcap
-    fp32_residual rope_theta rope_scaling pos_pattern rope_theta_local n_encoder_layer doc_mask doc_positions
-    logit_softcap loss_chunk""".split()
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}  # the map of the gate
 
 
 def knows(flags: dict) -> bool:
-    """Whether these flags are computed here: a table or a flag may be new."""
+    """Whether these flags are computed here: a flag or a name may be new."""
     for name, value in flags.items():
-        if name not in KNOWN or KNOWN[name] and value not in KNOWN[name]:
+        if name not in PLAIN or value not in CHOICES.get(name, [value]):
             return False
     block = flags.get("block", "standard")
     return block in STRINGS or not block.isidentifier()
@@ -232,11 +235,11 @@ class Text:
 
 
 class Naive:
-    def __init__(self, flags: SimpleNamespace, weights: dict[str, Tensor]):
-        self.f = flags
+    def __init__(self, flags: dict, weights: dict[str, Tensor]):
+        self.f = f = SimpleNamespace(**PLAIN | flags)
         self.w = weights
-        self.D = flags.head_dim or flags.n_embd // flags.n_head
-        self.K = {"mha": flags.n_kv_head or flags.n_head, "gqa": flags.n_kv_head, "mqa": 1}[flags.attention]
+        self.D = f.head_dim or f.n_embd // f.n_head
+        self.K = {"mha": f.n_kv_head or f.n_head, "gqa": f.n_kv_head, "mqa": 1}[f.attention]
         self.balancing = 0.0  # is zero, and its gradients are those of the biases that balance experts
 
     def weight(self, name: str, *shape: int) -> Tensor:
@@ -252,20 +255,28 @@ class Naive:
     # ---- from tokens to the loss
 
     def logits(self, idx, docs=None, source=None, source_docs=None) -> Tensor:
+        return self.logits_of(self.stream(idx, docs, source, source_docs))
+
+    def stream(self, idx, docs=None, source=None, source_docs=None) -> Tensor:
+        """What the head reads."""
         memory = None
         if source is not None:
             encoder = Text("encoder.", source, source_docs, causal=False)
             memory = self.through_layers(encoder, self.f.n_encoder_layer or self.f.n_layer)
         text = Text("", idx, docs, self.f.objective != "masked", memory, source_docs)
-        x = self.through_layers(text, self.f.n_layer)
+        return self.through_layers(text, self.f.n_layer)
+
+    def logits_of(self, x: Tensor) -> Tensor:
         head = "wte.weight" if self.f.tie_weights else "head.weight"
         return self.capped(x @ self.weight(head, self.f.vocab_size, self.f.n_embd).T, self.f.logit_softcap)
 
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(B, T), the cross entropy of each target; 0 where it is -1."""
+        log_p = torch.log_softmax(logits, dim=-1)
+        return -log_p.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0] * (targets >= 0)
+
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
-        counted = targets >= 0
-        of_targets = log_p.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
-        return -(of_targets * counted).sum() / counted.sum() + self.balancing
+        return self.losses(logits, targets).sum() / (targets >= 0).sum() + self.balancing
 
     def capped(self, x: Tensor, cap: float) -> Tensor:
         return cap * torch.tanh(x / cap) if cap else x

@@ -3,8 +3,8 @@
     lines, tensors = train(flags, sources)
 
 Nothing of the project is imported. What is drawn at random (weights, the data's order, corruption) is computed number
-by number with Python's integers, each sequence is made by itself, and weights, gradients and the optimizers' states are
-float64. Only the derivatives are autograd's. All loops are plain: the runs are small.
+by number with Python's integers, and weights, gradients and the optimizers' states are float64. Only the derivatives
+are autograd's, and the network is that of tests/naive.py. All loops are plain: the runs are small.
 
     B sequences of a micro-batch   T tokens   S tokens of a source
     C width   H query heads   K key/value heads   D = C / H
@@ -19,6 +19,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
+
+from tests.naive import Naive
 
 WORD, GOLDEN = 2**64, 0x9E3779B97F4A7C15
 
@@ -252,77 +254,13 @@ def initial_weights(f: SimpleNamespace) -> dict[str, Tensor]:
     return result
 
 
-def layer_norm(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    x = x - x.mean(-1, keepdim=True)
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"] + w.get(f"{name}.bias", 0.0)
-
-
-def linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """q (B, T, H, D), k and v (B, S, K, D), seen (B, T, S) -> (B, T, H D). Head h reads key/value head h // (H / K)."""
-    heads = []
-    for h in range(q.size(2)):
-        g = h * k.size(2) // q.size(2)
-        scores = q[:, :, h] @ k[:, :, g].mT / math.sqrt(q.size(-1))
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True)) * seen
-        heads.append(weights / weights.sum(-1, keepdim=True) @ v[:, :, g])
-    return torch.cat(heads, -1)
-
-
-def self_attention(f: SimpleNamespace, w: dict[str, Tensor], name: str, x: Tensor, seen: Tensor) -> Tensor:
-    """The rows of qkv are, for each key/value head, its query heads, then the key, then the value."""
-    K, G, D = f.kv_heads, f.n_head // f.kv_heads, f.n_embd // f.n_head
-    qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], K, G + 2, D)
-    q, k, v = qkv[:, :, :, :G].flatten(2, 3), qkv[:, :, :, G], qkv[:, :, :, G + 1]
-    return linear(w, f"{name}.out", attention(q, k, v, seen))
-
-
-def cross_attention(f: SimpleNamespace, w: dict[str, Tensor], name: str, x: Tensor, memory: Tensor, seen: Tensor):
-    D = f.n_embd // f.n_head
-    q = linear(w, f"{name}.q", x).view(*x.shape[:2], f.n_head, D)
-    kv = linear(w, f"{name}.kv", memory).view(*memory.shape[:2], f.kv_heads, 2, D)
-    return linear(w, f"{name}.out", attention(q, kv[:, :, :, 0], kv[:, :, :, 1], seen))
-
-
-def mlp(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    h = linear(w, f"{name}.up", x)
-    return linear(w, f"{name}.down", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
-
-
-def through_blocks(
-    f: SimpleNamespace, w: dict[str, Tensor], stack: str, n: int, idx: Tensor, seen: Tensor,
-    memory: Tensor | None = None, across: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The stream behind the last norm of a stack, whose name its weights begin with."""
-    x = w["wte.weight"][idx] + w["pos.wpe.weight"][: idx.size(1)]
-    last = 1 if memory is None else 2
-    for name in (f"{stack}blocks.{i}.sums" for i in range(n)):
-        x = x + self_attention(f, w, f"{name}.0.attn", layer_norm(w, f"{name}.0.before", x), seen)
-        if memory is not None:
-            x = x + cross_attention(f, w, f"{name}.1.cross", layer_norm(w, f"{name}.1.before", x), memory, across)
-        x = x + mlp(w, f"{name}.{last}.mlp", layer_norm(w, f"{name}.{last}.before", x))
-    return layer_norm(w, f"{stack}norm", x)
-
-
 def loss_of(f: SimpleNamespace, w: dict[str, Tensor], rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropies over the rows' targets, and the stream that the head reads."""
-    idx, targets, docs = (torch.tensor([row[name] for row in rows]) for name in ("idx", "targets", "docs"))
-    same = docs[:, :, None] == docs[:, None, :]
-    past = torch.arange(idx.size(1))[:, None] >= torch.arange(idx.size(1))
-    seen = same if f.objective == "masked" else same & past
-    memory = across = None
-    if f.objective == "seq2seq":
-        source, source_docs = (torch.tensor([row[name] for row in rows]) for name in ("source", "source_docs"))
-        of_source = source_docs[:, :, None] == source_docs[:, None, :]
-        memory = through_blocks(f, w, "encoder.", f.n_encoder_layer, source, of_source)
-        across = docs[:, :, None] == source_docs[:, None, :]
-    x = through_blocks(f, w, "", f.n_layer, idx, seen, memory, across)
-    logits = x @ w["wte.weight" if f.tie_weights else "head.weight"].T
-    picked = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return ((torch.logsumexp(logits, -1) - picked) * (targets >= 0)).sum(), x
+    read = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    targets = read.pop("targets")
+    net = Naive(vars(f), w)
+    x = net.stream(**read)
+    return net.losses(net.logits_of(x), targets).sum(), x
 
 
 def n_targets(rows: list[dict[str, list[int]]]) -> int:

@@ -2,7 +2,6 @@
 
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,7 +103,7 @@ def model_and_reference(flags: dict) -> tuple[Model, Naive]:
     model = Model(ModelConfig(**TINY | flags), seed=1).double().eval()
     torch.manual_seed(1)
     jitter(model, 0.1)
-    return model, Naive(SimpleNamespace(**vars(model.cfg)), dict(model.named_parameters()))
+    return model, Naive(vars(model.cfg), dict(model.named_parameters()))
 
 
 def differences(flags: dict) -> list[str]:
