@@ -17,7 +17,8 @@ from model import BLOCK, Model, ModelConfig
 from tests.families import LAYERS
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=13, vocab_size=29)
-T, S = TINY["block_size"], 11  # of a text and of a source
+T = TINY["block_size"]  # of a text
+S = 11  # of a source
 # The second row ends in one that might be padding
 DOCS = torch.tensor([[0] * 5 + [4] * 8, [0] * 8 + [1] * 2 + [2] * 3])
 SOURCE_DOCS = torch.tensor([[0] * 3 + [4] * 8, [0] * 6 + [1] * 4 + [2]])
@@ -157,8 +158,11 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, do
     if docs is not None:
         hidden = hidden | (docs[0][:, :, None] != docs[1][:, None, :])
     if slots is not None:  # which have no position and are always visible
-        k, v = (torch.cat((slot.expand(len(x), -1, -1, -1), x), dim=2) for slot, x in zip(slots, (k, v), strict=True))
-        hidden, distance = (F.pad(x, (slots[0].size(1), 0)) for x in (hidden, distance))
+        slot_k, slot_v = slots
+        k = torch.cat((slot_k.expand(len(k), -1, -1, -1), k), dim=2)
+        v = torch.cat((slot_v.expand(len(v), -1, -1, -1), v), dim=2)
+        hidden = F.pad(hidden, (slot_k.size(1), 0))
+        distance = F.pad(distance, (slot_k.size(1), 0))
     out = []
     for h in range(H):
         g = h * k.size(1) // H
@@ -180,7 +184,9 @@ def assert_same(got, expected, wanted, rtol=1e-10, atol=1e-10):
     """The same values, and the same gradients of what is wanted."""
     assert torch.allclose(got, expected, rtol, atol)
     weight = torch.randn_like(expected)
-    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), wanted) for y in (got, expected)), strict=True):
+    ours = torch.autograd.grad((got * weight).sum(), wanted)
+    theirs = torch.autograd.grad((expected * weight).sum(), wanted)
+    for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol, atol)
 
 
@@ -193,6 +199,7 @@ def documents(length: int, seed: int = 0) -> torch.Tensor:
 
 def spy_on_kernels(monkeypatch) -> list[str]:
     """The answers of attention_kernel to attention, from now on."""
-    answers, kernel = [], ops.attention_kernel
+    answers = []
+    kernel = ops.attention_kernel
     monkeypatch.setattr(ops, "attention_kernel", lambda *args: answers.append(kernel(*args)) or answers[-1])
     return answers

@@ -1,4 +1,4 @@
-"""Experts against transformers' blocks by copied weights, a loop over tokens, and a dense MLP, in float64."""
+"""Experts against transformers' blocks by copied weights, and a dense MLP; tests/naive.py has them one by one."""
 
 import itertools
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import ops
 from engine.parallel.tensor import row_parallel
 from engine.plan.accounting import flops, n_read
 from flags import READER
-from model import MLP_KIND, Experts, Inputs, Model, ModelConfig
+from model import Experts, Inputs, Model, ModelConfig
 from tests.model.test_references import (
     ROUNDED,
     C,
@@ -30,16 +30,9 @@ from tests.model.test_references import (
     trained,
 )
 
-E, WIDTH = 6, 40  # experts, and hidden units of each
+E = 6  # experts
+WIDTH = 40  # hidden units of each
 SIZE = dict(n_layer=L, n_head=H, n_embd=C, block_size=T, vocab_size=V, n_expert=E)
-
-
-def experts(**flags) -> Experts:
-    """Experts with random numbers, in float64."""
-    cfg = ModelConfig(**SIZE | flags)
-    gated = MLP_KIND[cfg.mlp].arity
-    cfg.expert_ratio = WIDTH / C * (1.5 if gated == 2 else 1)
-    return random(Experts(cfg, 0, READER["e"]))
 
 
 def random(module: nn.Module) -> nn.Module:
@@ -58,7 +51,8 @@ def test_experts_are_those_of_transformers():
     theirs = random(transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE(config))
     bias = torch.randn(E, dtype=torch.float64)
     theirs.gate.e_score_correction_bias.copy_(bias)
-    shared, routed = theirs.shared_experts, theirs.experts
+    shared = theirs.shared_experts
+    routed = theirs.experts
     weights = {
         "router.weight": theirs.gate.weight,
         "up.weight": in_turn(*routed.gate_up_proj.chunk(2, dim=1)),
@@ -67,7 +61,10 @@ def test_experts_are_those_of_transformers():
         "shared.down.weight": shared.down_proj.weight,
         "balance.bias": bias,
     }
-    ours, x = experts(mlp="swiglu", n_expert_active=3, router="sigmoid", n_expert_shared=2), stream()
+    flags = SIZE | dict(mlp="swiglu", n_expert_active=3, router="sigmoid", n_expert_shared=2)
+    cfg = ModelConfig(**flags, expert_ratio=1.5 * WIDTH / C)  # of which a gated map takes two thirds
+    ours = random(Experts(cfg, 0, READER["e"]))
+    x = stream()
     assert_same(call(ours, weights, x, Inputs()), theirs(x), trained(theirs) | {"x": x}, ROUNDED)
 
 
@@ -76,15 +73,23 @@ def test_experts_are_those_of_transformers():
 def test_grouped_products_are_those_of_each_group(ends, dtype, width):
     """PyTorch's kernel and the loop, for experts without tokens too, forward and backward."""
     generator = torch.Generator().manual_seed(0)
-    x, w, b = (torch.randn(s, generator=generator).to(dtype) for s in ((24, 16), (4, width, 16), (4, width)))
-    leaves = [t.requires_grad_() for t in (x, w, b)]
+    x = torch.randn(24, 16, generator=generator).to(dtype).requires_grad_()
+    w = torch.randn(4, width, 16, generator=generator).to(dtype).requires_grad_()
+    b = torch.randn(4, width, generator=generator).to(dtype).requires_grad_()
     y = ops.grouped_linear(x, w, b, torch.tensor(ends), None)
-    starts = [0, *ends[:-1]]
-    expected = torch.cat([F.linear(x[s:e], w[i], b[i]) for i, (s, e) in enumerate(zip(starts, ends, strict=True))])
-    tolerance = dict(atol=1e-5) if dtype == torch.float32 else dict(atol=0.1, rtol=0.02)
+    groups = []
+    start = 0
+    for i, end in enumerate(ends):
+        groups.append(F.linear(x[start:end], w[i], b[i]))
+        start = end
+    expected = torch.cat(groups)
+    tolerance = {"atol": 1e-5}
+    if dtype == torch.bfloat16:
+        tolerance = {"atol": 0.1, "rtol": 0.02}
     assert torch.allclose(y, expected, **tolerance)
     grad = torch.randn(y.shape, generator=generator).to(dtype)
-    for ours, theirs in zip(*(torch.autograd.grad(z, leaves, grad) for z in (y, expected)), strict=True):
+    found = torch.autograd.grad(y, [x, w, b], grad)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, [x, w, b], grad), strict=True):
         assert torch.allclose(ours, theirs, **tolerance)
 
 
@@ -92,7 +97,8 @@ def test_under_tp_experts_keep_the_loop_of_compilation():
     loop = Mock(side_effect=ops.linear_by_linear)
     layer = SimpleNamespace(weight=torch.ones(2, 3, 3), bias=torch.ones(2, 3), loop=loop)
     y = row_parallel(layer, 2, torch.ones(4, 3), torch.tensor([1, 4]))
-    assert loop.called and torch.equal(y, torch.full((4, 3), 3.5))
+    assert loop.called
+    assert torch.equal(y, torch.full((4, 3), 3.5))
 
 
 def test_a_token_reads_its_share_of_the_parameters():

@@ -1,4 +1,4 @@
-"""The model against independent references: naive attention, closed forms, counts by hand, its own uncached self."""
+"""What tests/naive.py does not know of the model: dtypes, kernels, memory, initial values, counts, refusals."""
 
 import re
 from collections import Counter
@@ -31,6 +31,8 @@ from tests.models import (
 
 SLOTS = {"block": "c.own_slots", "n_slot": 5}
 JOINT = SLOTS | {"block": "c.joint_slots"}
+IDX = torch.zeros(1, 4, dtype=torch.int64)
+LONG = torch.zeros(1, 14, dtype=torch.int64)
 
 
 # ---- the model's use of attention
@@ -38,22 +40,24 @@ JOINT = SLOTS | {"block": "c.joint_slots"}
 
 def test_a_model_of_bfloat16_parameters_trains():
     """Not under autocast: gradients of all parameters, those of the norms among them, are near float32's."""
-    flags, grads = {"norm": "rmsnorm", "qk_norm": True, "pos": "rope", "mlp": "relu2"}, []
+    grads = []
     for dtype in (torch.float32, torch.bfloat16):
-        lm, ids = build(dtype, **flags), tokens(2, 13)
-        lm(ids, ids).backward()
-        grads.append(torch.cat([p.grad.flatten().float() for p in lm.parameters()]))
+        net = build(dtype, norm="rmsnorm", qk_norm=True, pos="rope", mlp="relu2")
+        idx = tokens(2, T)
+        net(idx, idx).backward()
+        grads.append(torch.cat([p.grad.flatten().float() for p in net.parameters()]))
     assert (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()
 
 
-def test_the_residual_stream_has_the_dtype_of_the_flag():
-    for flag, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        seen, lm = set(), build(torch.float32, norm="rmsnorm", qk_norm=True, pos="rope", fp32_residual=flag)
-        for block in lm.blocks:
-            block.register_forward_hook(lambda _, args, y, seen=seen: seen.update((args[0].dtype, y.dtype)))
-        with torch.autocast("cpu", torch.bfloat16):
-            lm(torch.zeros(1, 8, dtype=torch.int64))
-        assert seen == {dtype}
+@pytest.mark.parametrize("flag,dtype", [(True, torch.float32), (False, torch.bfloat16)])
+def test_the_residual_stream_has_the_dtype_of_the_flag(flag, dtype):
+    seen = set()
+    net = build(torch.float32, norm="rmsnorm", qk_norm=True, pos="rope", fp32_residual=flag)
+    for block in net.blocks:
+        block.register_forward_hook(lambda _, args, y: seen.update((args[0].dtype, y.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(IDX)
+    assert seen == {dtype}
 
 
 @pytest.mark.parametrize("device,cp,flags,said", [
@@ -114,10 +118,14 @@ def test_no_square_tensor(flags, docs):
     """Of two heads, in strips of 256 queries."""
     T = 1024
     model = Model(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=T, vocab_size=16, **flags))
-    idx, numbers = torch.randint(16, (1, T)), torch.arange(T)[None] // 300
+    idx = torch.randint(16, (1, T))
     source = {"source": idx} if model.encoder else {}
-    of_docs = {"docs": numbers, "source_docs": numbers if source else None} if docs else {}
-    kept, sizes = [], []
+    of_docs = {}
+    if docs:
+        of_docs["docs"] = torch.arange(T)[None] // 300
+        of_docs["source_docs"] = of_docs["docs"] if source else None
+    kept = []
+    sizes = []
 
     def note(f, args, kwargs, result):
         results = result if isinstance(result, tuple | list) else (result,)
@@ -144,7 +152,8 @@ def test_caches_have_the_length_of_the_text(monkeypatch):
     for prompt, new in ((4, 5), (30, 2), (30, 9)):
         list(generate(model, torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
     lengths = [length for length in lengths if length]  # 0 when decoding ends
-    assert lengths[:2] == [9, 32] and set(lengths[2:]) == {32}
+    assert lengths[:2] == [9, 32]
+    assert set(lengths[2:]) == {32}
 
 
 def test_alibi_columns_are_exact_far_out_in_bfloat16():
@@ -179,12 +188,14 @@ def test_a_compiled_convolution_is_the_uncompiled_one():
 
 def test_a_convolution_in_sixteen_bits_rounds_once():
     """The result is that of float32, rounded; so are the gradients."""
-    net, idx = build(torch.float32, **CONV), tokens(2, T)
+    net = build(torch.float32, **CONV)
     jitter(net)
-    conv, inputs = net.blocks[0].sums[0].conv, net.inputs(idx, torch.arange(T), torch.empty(0))
+    conv = net.blocks[0].sums[0].conv
+    inputs = net.inputs(tokens(2, T), torch.arange(T), torch.empty(0))
     x = torch.randn(2, T, 32).to(torch.bfloat16).requires_grad_()
     wide = x.detach().float().requires_grad_()
-    found, expected = conv(x, inputs), conv(wide, inputs)
+    found = conv(x, inputs)
+    expected = conv(wide, inputs)
     assert torch.equal(found, expected.to(torch.bfloat16))
     grad = torch.randn_like(found)
     gradients = torch.autograd.grad(found, [x, conv.weight], grad)
@@ -195,11 +206,13 @@ def test_a_convolution_in_sixteen_bits_rounds_once():
 def test_convolutions_begin_as_the_model_without_them():
     """With the same initial weights; each convolution begins at 0 and has a gradient."""
     idx = tokens(2, T)
-    net, without = (Model(ModelConfig(**TINY, conv=conv), seed=1) for conv in (4, 0))
+    net = Model(ModelConfig(**TINY, conv=4), seed=1)
+    without = Model(ModelConfig(**TINY), seed=1)
     assert torch.equal(net(idx), without(idx))
     net(idx, idx).backward()
     added = [p.grad for name, p in net.named_parameters() if name.endswith("conv.weight")]
-    assert [grad.shape for grad in added] == [(32, 4)] * 4 and all(grad.abs().min() > 0 for grad in added)
+    assert [grad.shape for grad in added] == [(32, 4)] * 4
+    assert all(grad.abs().min() > 0 for grad in added)
 
 
 def test_value_embeddings_have_the_same_gradient_each_time():
@@ -223,8 +236,10 @@ def test_value_embeddings_have_the_same_gradient_each_time():
 @pytest.mark.parametrize("trained", ["head", "all but the head", "nothing"])
 def test_chunked_loss_of_frozen_parameters(trained):
     """Trained parameters have the gradients that they have together; without autograd, no chunk computes a gradient."""
-    model, idx = build(loss_chunk=5, tie_weights=False), tokens(2, 13)
-    model(idx, idx).backward()
+    model = build(loss_chunk=5, tie_weights=False)
+    idx = tokens(2, T)
+    expected = model(idx, idx)
+    expected.backward()
     whole = {name: p.grad for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         p.grad = None
@@ -235,10 +250,14 @@ def test_chunked_loss_of_frozen_parameters(trained):
     if trained != "nothing":
         loss.backward()
     for name, p in model.named_parameters():
-        assert torch.equal(p.grad, whole[name]) if p.requires_grad else p.grad is None, name
+        if p.requires_grad:
+            assert torch.equal(p.grad, whole[name]), name
+        else:
+            assert p.grad is None, name
     with torch.no_grad():
-        model(idx, idx)
-    assert len(calls) == 12 and not any(calls[6:])
+        assert torch.allclose(model(idx, idx), expected, rtol=1e-12)
+    assert len(calls) == 12
+    assert not any(calls[6:])
 
 
 # ---- accounting, initialisation, configuration
@@ -247,17 +266,23 @@ def test_chunked_loss_of_frozen_parameters(trained):
 @pytest.mark.parametrize("S", [96, 60])
 def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand(S):
     """The encoder's window reaches to both sides, and no farther than the source; every second layer has none."""
-    L, E, H, Hkv, C, T, V, W = 3, 5, 8, 2, 256, 128, 1000, 40
-    wide = C + 2 * C * Hkv // H
+    L = 3
+    E = 5
+    C = 256
+    T = 128
+    V = 1000
+    W = 40
     flags = dict(
-        n_layer=L, n_encoder_layer=E, n_head=H, n_embd=C, block_size=T, vocab_size=V, objective="seq2seq",
-        attention="gqa", n_kv_head=Hkv, pos="rope", window=W, window_pattern="SL", mlp_ratio=3.0,
+        n_layer=L, n_encoder_layer=E, n_head=8, n_embd=C, block_size=T, vocab_size=V, objective="seq2seq",
+        attention="gqa", n_kv_head=2, pos="rope", window=W, window_pattern="SL", mlp_ratio=3.0,
     )  # fmt: skip
+    mlp = 2 * C * 3 * C
+    kv = 2 * C * C // 4
+    encoder = E * (C * C + kv + C * C + mlp)
+    decoder = L * (C * C + kv + C * C + mlp + C * C + C * C)
     for block in ("standard", "superblock"):
         with torch.device("meta"):
             model = Model(ModelConfig(**flags, block=block))
-        mlp, kv = 2 * C * 3 * C, C * 2 * C * Hkv // H
-        encoder, decoder = E * (C * wide + C * C + mlp), L * (C * wide + C * C + mlp + C * C + C * C)
         norms = {"standard": 2 * E + 3 * L, "superblock": E + 2 * L}[block] + 2
         assert model.n_params() == encoder + decoder + L * kv + V * C + norms * C
         weights = S * (encoder + L * kv) + T * (decoder + V * C)
@@ -277,9 +302,10 @@ def test_parameters_and_flops_of_an_encoder_and_decoder_counted_by_hand(S):
 def test_init_std_scales_all_that_is_drawn(flags):
     """Also output layers and slots. Values that are not drawn stay; the embedding has the flag's standard deviation."""
     flags = flags | dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
-    usual, other = (Model(ModelConfig(**flags, init_std=std), 1) for std in (0.02, 0.006))
+    usual = Model(ModelConfig(**flags), seed=1)
+    other = Model(ModelConfig(**flags, init_std=0.006), seed=1)
     for p, q in zip(usual.parameters(), other.parameters(), strict=True):
-        constant = p.std() == 0 if p.numel() > 1 else True
+        constant = p.numel() == 1 or p.std() == 0
         torch.testing.assert_close(q, p if constant else 0.3 * p, rtol=1e-5, atol=0)
     assert other.wte.weight.std().item() == pytest.approx(0.006, rel=0.05)
 
@@ -296,14 +322,16 @@ def test_initial_values_of_simplified_blocks(block, skips, values, resid):
         layer = name.removesuffix(".weight")
         if layer.endswith(".qk"):  # two groups of two heads' queries and one's keys
             q, k = p.view(2, 3, 64, 256).split((2, 1), dim=1)
-            assert (q == 0).all() and k.std().item() == pytest.approx(0.02, rel=0.05)
+            assert (q == 0).all()
+            assert k.std().item() == pytest.approx(0.02, rel=0.05)
         elif layer.endswith(("up", "down", "wte", "wpe")):
             assert p.std().item() == pytest.approx(0.02, rel=0.05), name
         else:
             value = next((value for end, value in gains.items() if layer.endswith(f".{end}")), 1.0)
             assert torch.equal(p, torch.full_like(p, value)), name
     names = [name for name, _ in model.named_parameters()]
-    assert sum("sums.1.skip" in name for name in names) == skips and "blocks.1.sums.0.attn.alpha" in names
+    assert "blocks.1.sums.0.attn.alpha" in names
+    assert sum("sums.1.skip" in name for name in names) == skips
 
 
 @pytest.mark.parametrize("flags,fragments", [
@@ -336,10 +364,6 @@ def test_impossible_flags_are_named(flags, fragments):
     assert "\n" not in str(error.value)
     for fragment in fragments:
         assert fragment in str(error.value)
-
-
-IDX = torch.zeros(1, 4, dtype=torch.int64)
-LONG = torch.zeros(1, 14, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("flags,idx,given,said", [
