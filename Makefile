@@ -26,7 +26,7 @@ test: .venv/ready-test
 
 quick: .venv/ready-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --brief --numprocesses 2 --dist worksteal -k "not golden or causal" \
-		tests/model/test_grid.py tests/model/test_naive.py tests/model/test_ignored.py \
+		tests/model/test_grid.py tests/model/test_naive.py::test_any_flags tests/model/test_ignored.py \
 		tests/model/test_references.py tests/training/test_golden.py \
 		tests/parallel/test_gradients.py::test_a_new_flag_has_its_gradients_on_every_layout_or_is_refused_by_name
 

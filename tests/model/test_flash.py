@@ -53,17 +53,18 @@ def forward(
 ):  # fmt: skip
     assert dropout == 0 and not debug and not any(x is not None for x in more.values())
     assert all(x.stride(-1) == 1 and x.size(-1) % 8 == 0 and x.dtype == q.dtype for x in (q, k, v))
-    out, dtype = torch.full_like(q, math.nan), torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.full_like(q, math.nan)
     dense = ends_q is None
-    z = torch.full((len(q), q.size(2), max_q) if dense else (q.size(1), len(q)), math.nan, dtype=dtype)
+    shape = (len(q), q.size(2), max_q) if dense else (q.size(1), len(q))
+    z = torch.full(shape, math.nan, dtype=torch.promote_types(q.dtype, torch.float32))
     for of_q, of_k in sequences(q, k, ends_q, ends_k, max_q, max_k):
         scores = scores_of(q[of_q], k[of_k], scale, causal, window_size_left, window_size_right)
         values = v[of_k].repeat_interleave(q.size(-2) // v.size(-2), dim=1).double()
         out[of_q] = torch.einsum("hts,she->the", scores.softmax(-1), values).to(q.dtype)
         if dense:
-            z[of_q] = scores.logsumexp(-1).to(dtype)
+            z[of_q] = scores.logsumexp(-1).to(z.dtype)
         else:
-            z[:, of_q] = scores.logsumexp(-1).to(dtype)
+            z[:, of_q] = scores.logsumexp(-1).to(z.dtype)
     return out, z, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), q.new_empty(0)
 
 
@@ -72,18 +73,23 @@ def backward(
     window_size_left=None, window_size_right=None,
 ):  # fmt: skip
     assert dropout == 0 and all(x.stride(-1) == 1 for x in (q, k, v, out)) and grad.dtype == out.dtype == q.dtype
-    dense, G = ends_q is None, q.size(-2) // k.size(-2)
+    dense = ends_q is None
+    G = q.size(-2) // k.size(-2)
     assert z.is_contiguous() and z.shape == ((len(q), q.size(2), max_q) if dense else (q.size(1), len(q)))
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     for of_q, of_k in sequences(q, k, ends_q, ends_k, max_q, max_k):
         scores = scores_of(q[of_q], k[of_k], scale, causal, window_size_left, window_size_right)
         p = (scores - (z[of_q] if dense else z[:, of_q])[..., None].double()).exp()
-        dy, y = grad[of_q].double(), out[of_q].double()
-        keys, values = (x[of_k].double().repeat_interleave(G, dim=1) for x in (k, v))
+        dy = grad[of_q].double()
+        y = out[of_q].double()
+        keys = k[of_k].double().repeat_interleave(G, dim=1)
+        values = v[of_k].double().repeat_interleave(G, dim=1)
         ds = p * (torch.einsum("the,she->hts", dy, values) - (dy * y).sum(-1).T[..., None]) * scale
         dq[of_q] = torch.einsum("hts,she->the", ds, keys).to(q.dtype)
-        for dx, weights, x in ((dk, ds, q[of_q].double()), (dv, p, dy)):
-            dx[of_k] = torch.einsum("hts,the->she", weights, x).unflatten(1, (-1, G)).sum(2).to(q.dtype)
+        of_heads = torch.einsum("hts,the->she", ds, q[of_q].double())
+        dk[of_k] = of_heads.unflatten(1, (-1, G)).sum(2).to(q.dtype)
+        of_heads = torch.einsum("hts,the->she", p, dy)
+        dv[of_k] = of_heads.unflatten(1, (-1, G)).sum(2).to(q.dtype)
     return dq, dk, dv
 
 
@@ -120,9 +126,11 @@ def test_flash_equals_naive_attention(flash, causal, window, docs, slots):
     """All queries, and the last ones, whose first document lacks queries; results and gradients."""
     for length, H, Hkv in ((11, 2, 2), (11, 4, 2), (150, 2, 1)):
         q, k, v, *pair = leaves((2, H, length, 8), *[(2, Hkv, length, 8)] * 2, *[(Hkv, 5, 8)] * 2 * slots)
-        of_keys, pair = documents(length), pair or None
+        of_keys = documents(length)
+        pair = pair or None
         for queries in (length, length // 3):
-            last, numbers = q[:, :, -queries:], (of_keys[:, -queries:], of_keys) if docs else None
+            last = q[:, :, -queries:]
+            numbers = (of_keys[:, -queries:], of_keys) if docs else None
             flash.calls.clear()
             mask = Mask(causal, window, numbers and with_boundaries(*numbers))
             got = attention(last, k, v, 8, mask, slots=pair)
@@ -140,9 +148,11 @@ def test_flash_equals_naive_attention(flash, causal, window, docs, slots):
 def test_flash_over_a_memory_equals_naive_attention(flash, T, S, Hkv):
     """Queries of one text, and keys of another, which has documents without a query."""
     q, k, v = leaves((2, 4, T, 8), *[(2, Hkv, S, 8)] * 2)
-    of_queries, of_keys = documents(T).clamp(max=6), documents(S, seed=1)
+    of_queries = documents(T).clamp(max=6)
+    of_keys = documents(S, seed=1)
     got = attention(q, k, v, 8, Mask(False, docs=with_boundaries(of_queries, of_keys)))
-    assert flash.calls == [(True, False, -1, -1)] and (of_keys == 9).any()
+    assert flash.calls == [(True, False, -1, -1)]
+    assert (of_keys == 9).any()
     assert_same(got, naive_attention(q, k, v, 0, 0.0, None, False, (of_queries, of_keys)), (q, k, v))
 
 

@@ -39,15 +39,19 @@ def computes(row: tuple, kind: str) -> list[torch.Tensor]:
     model = model_of(row)
     if kind == "weights":
         return [p.clone() for p in model.parameters()]
-    cfg, T = model.cfg, model.cfg.block_size
+    cfg = model.cfg
+    T = cfg.block_size
     torch.manual_seed(2)
     for p, initial in zip(model.parameters(), computes(row, "weights"), strict=True):
         p.copy_(initial + 0.05 * torch.randn_like(initial))
-    idx, source = torch.randint(cfg.vocab_size, (2, T)), torch.randint(cfg.vocab_size, (2, S))
-    inputs = {"idx": idx} | ({"source": source} if model.encoder else {})
+    idx = torch.randint(cfg.vocab_size, (2, T))
+    inputs = {"idx": idx}
+    if model.encoder:
+        inputs["source"] = torch.randint(cfg.vocab_size, (2, S))
     if cfg.doc_mask:
-        inputs |= {"docs": torch.arange(T).expand(2, T) // 5}
-        inputs |= {"source_docs": torch.arange(S).expand(2, S) // 5} if model.encoder else {}
+        inputs["docs"] = torch.arange(T).expand(2, T) // 5
+    if cfg.doc_mask and model.encoder:
+        inputs["source_docs"] = torch.arange(S).expand(2, S) // 5
     torch.manual_seed(3)
     if kind == "loss":
         return [model.train()(targets=idx, **inputs)]
@@ -61,7 +65,8 @@ def computes(row: tuple, kind: str) -> list[torch.Tensor]:
 
 def has_effect(row: dict, changed: dict) -> bool:
     for kind in ("weights", "logits", "loss", "bfloat16"):
-        one, other = (computes(tuple(flags.items()), kind) for flags in (row, changed))
+        one = computes(tuple(row.items()), kind)
+        other = computes(tuple(changed.items()), kind)
         if len(one) != len(other) or not all(map(torch.equal, one, other)):
             return True
     return False
@@ -69,8 +74,9 @@ def has_effect(row: dict, changed: dict) -> bool:
 
 def effect(row: dict, name: str) -> str:
     """What other values of a flag do in a row: something, nothing, or some are refused and the others do nothing."""
-    values, n_refused = others(name, row), 0
-    assert values, f"numbers of test_model.py has no value of {name} to try"
+    values = others(name, row)
+    n_refused = 0
+    assert values, f"numbers of tests/models.py has no value of {name} to try"
     for value in values:
         changed = row | {name: value}
         try:

@@ -71,8 +71,10 @@ def test_declared_values_are_kept(line):
     name, value = KEPT[line]
     without = Model(ModelConfig(**SIZES), 5).state_dict()
     use(line)
-    whole, parts = Model(ModelConfig(**SIZES), 5).state_dict(), in_parts(ModelConfig(**SIZES)).state_dict()
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    whole = Model(ModelConfig(**SIZES), 5).state_dict()
+    parts = in_parts(ModelConfig(**SIZES)).state_dict()
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
     assert (whole[f"blocks.0.sums.0.attn.{name}"] == value).all()
     assert all(torch.equal(whole[key], without[key]) for key in without)
 

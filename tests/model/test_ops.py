@@ -102,13 +102,19 @@ def test_dropped_elements(p):
         both = (kept * other).mean() - (1 - p) ** 2
         assert abs(both) < 4 * (1 - p) / math.sqrt(x.numel()) + 2e-5
     y.sum().backward()
-    assert torch.equal(x.grad != 0, y != 0) and torch.allclose(x.grad * x.detach(), y.detach())
+    assert torch.equal(x.grad != 0, y != 0)
+    assert torch.allclose(x.grad * x.detach(), y.detach())
     torch.manual_seed(1)
-    assert torch.equal(ops.dropped(x, p), y) and torch.equal(ops.dropped(x, 0.0), x)
-    assert ops.dropped(x.bfloat16(), p).dtype == torch.bfloat16 and ops.dropped(x, 0.999999).isfinite().all()
+    assert torch.equal(ops.dropped(x, p), y)
+    assert torch.equal(ops.dropped(x, 0.0), x)
+    assert ops.dropped(x.bfloat16(), p).dtype == torch.bfloat16
+    assert ops.dropped(x, 0.999999).isfinite().all()
 
 
-PLAIN, PAST, CPU, CUDA = (270, 270), (140, 270), ("cpu", "float32", 8), ("cuda", "bfloat16", 8)
+PLAIN = (270, 270)
+PAST = (140, 270)
+CPU = ("cpu", "float32", 8)
+CUDA = ("cuda", "bfloat16", 8)
 # Beside the table of test_gpu.py: kernel; queries and keys: of a text, or of its end; device, dtype, width of a head;
 # mask and options
 KERNEL = [
@@ -138,8 +144,9 @@ class Answer(Exception):
 def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, lengths, where, options):
     """On fake tensors, which may be on a GPU that is not there: attention goes no farther than the answer."""
     device, dtype, D = where
-    softcap, dropout = (options.get(x, 0.0) for x in ("softcap", "dropout"))
-    docs, slots = (options.get(x, 0) for x in ("docs", "slots"))  # so many boundaries of documents
+    softcap = options.get("softcap", 0.0)
+    dropout = options.get("dropout", 0.0)
+    docs = options.get("docs", 0)  # so many boundaries of documents
 
     def answer(*args):
         raise Answer(attention_kernel(*args))
@@ -147,12 +154,13 @@ def test_each_kernel_is_taken_when_the_table_says_so(monkeypatch, kernel, length
     monkeypatch.setattr(ops, "attention_kernel", answer)
     with FakeTensorMode(), torch.no_grad():
         q, k = (torch.empty(1, 2, n, D, device=device, dtype=getattr(torch, dtype)) for n in lengths)
-        numbers, pair = None, None
+        numbers = None
+        pair = None
         if docs:
             numbers = [torch.zeros(1, n, device=device, dtype=torch.int64) for n in lengths]
             starts = torch.zeros(1, docs - 1, device=device, dtype=torch.int64)
             numbers += [ops.boundaries(starts, n) for n in lengths]
-        if slots:
+        if "slots" in options:
             pair = (k.new_empty(2, 5, D),) * 2
         mask = Mask(options.get("causal", True), options.get("window", 0), numbers)
         with pytest.raises(Answer, match=f"^{kernel}$"):
@@ -178,7 +186,8 @@ def test_groups_are_copied_where_no_kernel_of_a_gpu_knows_them(monkeypatch, dtyp
 
 def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch):
     """Where the sizes repeat, and without dropout, whose rate it rounds."""
-    seen, sdpa = [], F.scaled_dot_product_attention
+    seen = []
+    sdpa = F.scaled_dot_product_attention
 
     def recorder(*args, **options):
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
@@ -199,7 +208,8 @@ def test_cudnn_computes_only_self_attention_with_a_backward(monkeypatch):
 def test_the_compiled_loss_of_a_chunk():
     """With the real backend, and a softcap."""
     torch.manual_seed(0)
-    logits, targets = 3 * torch.randn(8, 100), torch.randint(-1, 100, (8,))
+    logits = 3 * torch.randn(8, 100)
+    targets = torch.randint(-1, 100, (8,))
     exact = logits.double().requires_grad_()
     z = ops.capped(exact, 3.0)
     total = F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
@@ -221,8 +231,10 @@ def test_chunks_have_one_size():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_16_bits_are_summed_in_float32(dtype):
     """A CPU converts each product; CUDA's own overload, seen on fake tensors, needs no copy."""
-    a, b = torch.randn(3, 5).to(dtype), torch.randn(5, 4).to(dtype)
-    out, called = torch.zeros(3, 4), []
+    a = torch.randn(3, 5).to(dtype)
+    b = torch.randn(5, 4).to(dtype)
+    out = torch.zeros(3, 4)
+    called = []
     ops.add_product_(out, a, b)
     ops.add_product_(out, a, b)
     assert out.dtype == torch.float32 and torch.allclose(out, 2 * (a.float() @ b.float()), rtol=0.02, atol=0.02)
@@ -235,11 +247,13 @@ def test_products_of_16_bits_are_summed_in_float32(dtype):
             return f(*args, **(kwargs or {}))
 
     with FakeTensorMode(), torch.device("cuda"):
-        out, a, b = torch.empty(3, 4), torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5, 4, dtype=torch.bfloat16)
+        out = torch.empty(3, 4)
+        a = torch.empty(3, 5, dtype=torch.bfloat16)
+        b = torch.empty(5, 4, dtype=torch.bfloat16)
         with Recorder():
             ops.add_product_(out, a, b)
-    wide, narrow = torch.float32, torch.bfloat16
-    assert called == [("aten::addmm.dtype_out", [wide, narrow, narrow], True)]
+    dtypes = [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert called == [("aten::addmm.dtype_out", dtypes, True)]
 
 
 @given(st.data())
