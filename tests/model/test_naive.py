@@ -32,6 +32,7 @@ PAIRS = [  # flags that were wrong together, or may be
     {"block": "simplified", "doc_mask": True, "pos": "alibi", "attention": "gqa", "n_kv_head": 2},
     {"block": "simplified_parallel", "n_expert": 4, "objective": "seq2seq", "norm_placement": "none"},
     {"pos": "rope", "rope_scaling": "yarn:8:100000", "pos_pattern": "LG", "head_dim": 12},
+    {"pos": "rope", "rope_scaling": "yarn:8:200:30:0.5", "head_dim": 24},
     {"block": "3c/4+p/2,c/4+p/2", "n_embd": 64, "mlp": "swiglu"},
     {
         "n_expert": 4,
