@@ -239,8 +239,8 @@ flags.py: Value embeddings are refused where the only c of an even layer is that
   - even = range(0, min(n_layer, 2 * len(self.strings)), 2)
   + even = range(0, min(n_layer, len(self.strings)), 2)
 model.py: rope_scaling also acts in the layers L, which have rope_theta_local.
-  - turns.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
-  + turns.append(scaled_frequencies(cfg, frequencies(n, cfg.rope_theta_local, t.device)))
+  - rotations.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
+  + rotations.append(scaled_frequencies(cfg, frequencies(n, cfg.rope_theta_local, t.device)))
 model.py: All layers of an encoder have experts, whatever n_dense_layer says.
   - flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
   + flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
