@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
+from engine.checkpoint import weights
 from tests.data.test_pairs import prepared
 from tests.helpers import refused
 from tests.models import build
@@ -115,18 +116,59 @@ def test_a_model_of_pairs_reads_end_of_text_where_it_did_in_training(run, tmp_pa
     assert [line.split("  ")[0] for line in lines[2:]] == ["0 'o'", "1 'n'", "2 'e'", "3 '<|endoftext|>'"]
 
 
-def test_the_text_and_the_picture(trained, tmp_path, capsys):
+def row(width: int, unit: lens.Unit) -> str:
+    """A unit's line."""
+    promoted = "  ".join(f"{token} {nats:+.3f}" for token, nats in unit.promotes)
+    numbers = f"{unit.activation:10.4g}  {unit.share:7.4f}  {unit.incoming:7.4g}  {unit.outgoing:7.4g}"
+    return f"{unit.name:<{width}}  {numbers}  {promoted}"
+
+
+@pytest.fixture
+def read(trained):
+    """The six units of the largest shares that READ shows, and what all eleven promote together."""
+    _, model, tokenizer = weights.alone(str(trained), torch.device("cpu"), torch.float32)
+    idx = torch.tensor(list(b"the cat sat"))
+    units, n, together = read_units(model, tokenizer, idx, layer=1, head=0, position=10, most=6)
+    assert n == 11
+    return units, together
+
+
+def test_all_that_is_printed(trained, read, capsys):
+    units, together = read
+    promoted = "  ".join(f"{token} {nats:+.3f}" for token, nats in together)
+    width = max(len(unit.name) for unit in units)
+    assert output(capsys, f"--out_dir={trained}", *READ, "--units=6") == [
+        f"{trained}/step_00000002, layer 1, context, head 0, query 10 't': 11 units, which together promote {promoted}",
+        f"{'unit':{width}}  activation    share     |in|    |out|  promotes",
+        *(row(width, unit) for unit in units),
+        "5 more units have smaller shares; --units=11 shows them",
+    ]
+
+
+def test_the_bars_of_the_picture(read):
+    """A row for each unit, and beside it the tokens that it promotes."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
+    units, _ = read
+    figure = lens.picture(units, "the title")
+    *bars, tokens = figure.axes
+    assert [axes.get_xlabel() for axes in bars] == [label for label, _, _ in lens.BARS.values()]
+    for axes, field in zip(bars, ("share", "incoming", "outgoing"), strict=True):
+        assert [bar.get_width() for bar in axes.patches] == pytest.approx([getattr(unit, field) for unit in units])
+        assert [bar.get_y() + bar.get_height() / 2 for bar in axes.patches] == pytest.approx(range(len(units)))
+    assert [label.get_text() for label in bars[0].get_yticklabels()] == [unit.name for unit in units]
+    expected = [(i, f"{token} {nats:+.3f}") for i, unit in enumerate(units) for token, nats in unit.promotes]
+    assert [(text.get_position()[1], text.get_text()) for text in tokens.texts] == expected
+
+
+def test_the_picture_replaces_only_its_own_kind(trained, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib; run pip install -e .[test]")
     file = tmp_path / "head.png"
-    lines = output(capsys, f"--out_dir={trained}", *READ, "--units=6", f"--out={file}")
-    assert len(lines) == 2 + 6 + 1 and lines[-1] == "5 more units have smaller shares; --units=11 shows them"
+    output(capsys, f"--out_dir={trained}", *READ, f"--out={file}")
     assert file.read_bytes().startswith(b"\x89PNG")
     other = tmp_path / "other.png"
     other.write_bytes(b"\x89PNG of another program")
     flags = [f"--out_dir={trained}", *READ, f"--out={other}"]
-    with pytest.raises(SystemExit):
-        lens.main(flags)
-    assert f"{other} was not written by this command; " in capsys.readouterr().err
+    refused(lens.main, flags, capsys, [f"{other} was not written by this command; "])
     assert other.read_bytes() == b"\x89PNG of another program"
 
 
