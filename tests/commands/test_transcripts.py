@@ -169,6 +169,4 @@ def test_eight_samples(trained, clock, monkeypatch, capsys):
     sample.main([f"--out_dir={trained}", "--device=cpu", *flags])
     out, err = capsys.readouterr()
     assert out == "\n---------------\n".join(8 * [greedy(trained, "the ", 5)]) + "\n"
-    assert err == (
-        f"{trained}/step_00000002, 10,592 parameters, on cpu: 40 tokens in 2.00 s, 20.0 tokens per second\n"
-    )
+    assert err == (f"{trained}/step_00000002, 10,592 parameters, on cpu: 40 tokens in 2.00 s, 20.0 tokens per second\n")

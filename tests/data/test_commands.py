@@ -19,7 +19,7 @@ from data import command, corpus, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
 from tests import ranks
-from tests.data.preparing import error, splits_of, write_text
+from tests.data.preparing import error, splits_of, validates, write_text
 from tests.helpers import ROOT, metrics, read_all
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext")
@@ -62,6 +62,30 @@ def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "prepare", lambda args, files: seen.append(args.threads))
     (tmp_path / "a.txt").write_text("text")
     assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0 and seen == [3]
+
+
+def test_all_that_a_preparation_prints(call, tmp_path):
+    """The documents are counted, those of one text twice in a folder once, and their bytes with an end-of-text each."""
+    lengths = [100 + 10 * number for number in range(30)]
+    (tmp_path / "texts").mkdir()
+    for number, length in enumerate(lengths):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text("x" * length)
+    (tmp_path / "texts" / "other.md").touch()
+    (tmp_path / "texts" / "second.txt").symlink_to("00.txt")
+    tokens = {True: [], False: []}
+    for number, length in enumerate(lengths):
+        tokens[validates(number, 0.2)].append(length + 1)
+    train = tokens[False]
+    val = tokens[True]
+    assert len(train) > 9 and len(val) > 2
+    out = tmp_path / "out"
+    flags = ["--tokenizer=byte", "--val_fraction=0.2", f"--out={out}"]
+    assert call("text", f"--input={tmp_path}/texts", *flags) == (
+        0,
+        f"{len(train)} + {len(val)} documents, {sum(train):,} train + {sum(val):,} val tokens in {out}; "
+        f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out\n",
+        "files to read: 30; left out: 1 of other kinds, 1 second names of a file\n",
+    )
 
 
 def test_ctrl_c_is_answered(capsys, in_this_process):

@@ -5,10 +5,12 @@ import resource
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import evaluate
 import ops
@@ -102,6 +104,8 @@ def test_a_process_has_the_memory_of_its_cgroups(groups, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4, "SC_PHYS_PAGES": 2000}.get)
     assert memory.host_memory(tmp_path) == smallest
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert memory.host_memory(tmp_path) == smallest // 6  # all are here, if nobody says otherwise
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory.host_memory(tmp_path) == smallest // 2
     monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (1000, -1)}.get)
@@ -121,6 +125,31 @@ def test_a_gpu_has_a_memory_of_its_own(monkeypatch, eval_only):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, n=limit: SimpleNamespace(total_memory=n))
         with pytest.raises(ValueError, match=words) if words else nullcontext():
             memory.check_training(cfg, torch.device("cuda"), 2)
+
+
+def test_what_fits_on_several_ranks_is_not_refused(trained, tiny_data, tmp_path, pretended, capsys, monkeypatch):
+    """Each of four ranks on this machine may have what a quarter of the model takes."""
+    cfg = parse(Config, [*TINY, "--parallel=fsdp", "--gradient_accumulation_steps=4", "--vocab_size=257"])
+    rank = Rank(cfg, 4, CPU)
+    largest = {"train": 4 * rank.states, "evaluate": 4 * rank.parameters}
+    monkeypatch.setattr(train, "join", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("engine.checkpoint.weights.ShardedModel", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("engine.checkpoint.files.of_first_rank", lambda action: action())
+
+    def give(name: str):
+        monkeypatch.setattr(os, "sysconf", lambda key: largest[name] if key == "SC_PHYS_PAGES" else 1)
+
+    give("train")
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--gradient_accumulation_steps=4"]
+    with pytest.raises(KeyboardInterrupt):
+        train.main([*flags, "--parallel=fsdp"])
+    refused(train.main, flags, capsys, ["needs at least"])
+    give("evaluate")
+    flags = [f"--out_dir={trained}", "--device=cpu", "--batch_size=1"]
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main([*flags, "--parallel=fsdp"])
+    dist.destroy_process_group()
+    refused(evaluate.main, flags, capsys, ["needs at least"])
 
 
 def test_trained_models_that_do_not_fit_are_refused(trained, capsys, monkeypatch):

@@ -351,16 +351,18 @@ def test_a_pipeline_waits(layers, of_blocks):
     assert p.seconds["computation"] == pytest.approx(work * 8 * 2 / (0.5 * 494.7e12))
 
 
-def test_bandwidth():
+@pytest.mark.parametrize("kind, cards, flags", [
+    ("tp", 450 / 50, {"tp": 4}),
+    ("fsdp", 2, {"tp": 4}),
+    ("hsdp", 1, {"dp_replicate": 2}),
+    ("muon", 1, {"optimizer": "muon"}),
+    ("fsdp", 450 / 50, {"world_size": 8}),  # a whole node
+    ("fsdp", 8, {}),
+])  # fmt: skip
+def test_bandwidth(kind, cards, flags):
     """NVLink inside of a node; between nodes as many cards as the group has ranks there, but in an all-to-all one."""
-    for kind, cards, flags in (
-        ("tp", 450 / 50, {"tp": 4}),
-        ("fsdp", 2, {"tp": 4}),
-        ("hsdp", 1, {"dp_replicate": 2}),
-        ("muon", 1, {"optimizer": "muon"}),
-    ):
-        p = plan.Plan(config(parallel="fsdp", world_size=16, **flags))
-        assert p.bandwidth(kind) == pytest.approx(0.8 * 50e9 * cards)
+    p = plan.Plan(config(**{"parallel": "fsdp", "world_size": 16} | flags))
+    assert p.bandwidth(kind) == pytest.approx(0.8 * 50e9 * cards)
 
 
 # ---- Large models and words

@@ -58,7 +58,7 @@ from tests.helpers import (
     tensors_in,
     weights_in,
 )
-from tests.ranks import BACKWARD, act_in, begin, command, exit_codes, launch, train_until
+from tests.ranks import BACKWARD, act_in, begin, command, exit_codes, launch, train_main, train_until
 
 ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)  # TINY's model
@@ -177,16 +177,43 @@ def test_a_whole_evaluation_reads_at_most_100_batches_of_training(run, monkeypat
     assert read == [100, 0]
 
 
-@pytest.mark.parametrize("flags,lengths", [([], (16, 0)), (SEQ2SEQ, (8, 14))], ids=["causal", "seq2seq"])
-def test_every_figure_is_written(run, monkeypatch, flags, lengths):
-    """On a machine with a known peak, of which the MFU is a share; a CPU's is not known."""
-    monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
-    folder = run("--log_interval=2", "--max_iters=5", *flags)
-    logged = [line for line in metrics(folder) if "loss" in line]
-    assert [line["step"] for line in logged] == [0, 2, 4]
-    _, net, _ = weights.alone(str(folder), ALONE.device, torch.float32)
+def train_with_a_known_peak(flags: list[str]):
+    """train.py on devices of 1e9 FLOP/s; a CPU's peak is not known."""
+    train.peak_flops = lambda *_: 1e9
+    train_main(flags)
+
+
+def test_the_mfu_is_a_share_of_the_peak_of_all_ranks(tiny_data, tmp_path):
+    flags = [*TINY, *SEQ2SEQ, "--log_interval=2", "--max_iters=3", "--eval_interval=0", "--eval_iters=1"]
+    flags += [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
+    launch(2, train_with_a_known_peak, tmp_path, flags)
+    net = weights.alone(str(tmp_path / "out"), ALONE.device, torch.float32)[1]
+    flops_per_token = accounting.flops(net, 8, 14) / 16  # of a text of 8 tokens and a source of 14, from 16 tokens
+    logged = [line for line in metrics(tmp_path / "out") if "loss" in line]
+    assert [line["step"] for line in logged] == [0, 2]
     for line in logged:
-        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * accounting.flops(net, *lengths) / 16 / 1e9)
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops_per_token / 2e9)
+
+
+class Reached(Exception):
+    """A call that a test waits for."""
+
+
+def test_a_rank_takes_the_gpu_of_its_number_on_its_node(tiny_data, tmp_path, monkeypatch):
+    """The twelfth rank of two nodes of eight, before it connects to the others."""
+
+    def set_device(device):
+        raise Reached(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**36, major=9))
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    for name, value in (("RANK", 11), ("LOCAL_RANK", 3), ("WORLD_SIZE", 16), ("LOCAL_WORLD_SIZE", 8)):
+        monkeypatch.setenv(name, str(value))
+    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}", "--device=cuda"]
+    with pytest.raises(Reached, match="cuda:3"):
+        train.main([*flags, "--gradient_accumulation_steps=16"])
 
 
 @pytest.mark.parametrize("objective,chars,given,vocab_size", [
@@ -300,12 +327,23 @@ def test_a_run_that_goes_back_goes_back_to_its_best_checkpoint(run, monkeypatch,
         assert (folder / "best").read_text() == f"step_{best:08d}\n" and f", of step_{best:08d}" in out
         assert ("the best loss begins anew, as step_00000002 is gone" in out) == (best == 4)
         shutil.rmtree(folder / f"step_{best:08d}")
-    losses[:], seen[:] = [1.0, 3.0, 4.0, 0.5], []
-    folder = run(*flags, out="best_at_first")
+
+
+@pytest.mark.parametrize("best", [6, 8])
+def test_a_best_checkpoint_that_the_run_goes_back_from(best, run, monkeypatch, capsys):
+    """The run writes over step 6, and has not come to step 8 yet: neither is its best one."""
+    flags = ["--eval_interval=2", "--keep_last=5", "--lr_decay_iters=8"]
+    losses, seen = script(monkeypatch)
+    losses[:] = [1.0, 3.0, 4.0, 2.0, 2.0]
+    losses[best // 2] = 0.5
+    folder = run(*flags, "--max_iters=8")
+    assert (folder / "best").read_text() == f"step_{best:08d}\n"
     (folder / "latest").write_text("step_00000004\n")
-    losses[:], seen[:] = [4.0, 5.0], []
-    run(*flags, "--init_from=resume", out="best_at_first")
-    assert not (folder / "best").exists() and "the best val loss is 1.0000, of step 0" in capsys.readouterr().out
+    losses[:] = [4.0, 5.0]
+    seen.clear()
+    run(*flags, "--max_iters=6", "--init_from=resume")
+    assert not (folder / "best").exists()
+    assert "the best val loss is 1.0000, of step 0" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
@@ -466,10 +504,27 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     calls[:] = [True] * 26 * 2
     run(*flags, "--spike_factor=10.0", "--init_from=resume")
     assert losses(folder) == before
-    watches = [Watch(Config(spike_factor=10.0), ALONE.device, norms) for norms in (19 * [1.0], 20 * [1.0], 20 * [0.0])]
-    assert [bool(watch.spike(11.0)) for watch in watches] == [False, True, False] and watches[2].norms[-1] == 11.0
+
+
+def spikes(watch: Watch, norms: list[float]) -> list[bool]:
+    """Which norms of consecutive steps are spikes."""
+    return [bool(watch.spike(norm)) for norm in norms]
+
+
+def test_a_spike_is_above_the_median_of_the_last_hundred_norms():
+    """Of which there are twenty at least. A change that lasts becomes usual."""
+    cfg = Config(spike_factor=10.0)
+    assert spikes(Watch(cfg, ALONE.device, 19 * [1.0]), [11.0]) == [False]
+    assert spikes(Watch(cfg, ALONE.device, 20 * [1.0]), 31 * [11.0]) == [True] * 20 + [False] * 11
+    zero = Watch(cfg, ALONE.device, 20 * [0.0])
+    assert spikes(zero, [11.0]) == [False]
+    assert zero.norms[-1] == 11.0
+    long = Watch(cfg, ALONE.device, [])
+    assert spikes(long, [*range(1, 301)]) == [False] * 300
+    assert long.norms == [*range(201, 301)]  # whose median is 250.5
+    assert spikes(long, [2504.0]) == [False]
+    assert spikes(long, [2516.0]) == [True]  # of 202 to 300 and 2504
     assert not Watch(Config(), ALONE.device, 20 * [1.0]).norms  # while no norms are kept, these grow old
-    assert [bool(watches[1].spike(11.0)) for _ in range(30)] == [True] * 19 + [False] * 11  # it lasts: it is usual now
 
 
 def test_the_batch_grows(run, tmp_path, capsys):
