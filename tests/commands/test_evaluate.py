@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -216,9 +215,7 @@ def test_a_folder_of_hugging_face(figures, tmp_path, capsys):
     prompt = tokenizer("the cat", return_tensors="pt")
     theirs = model.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
     sample.main([where, "--device=cpu", "--start=the cat", "--max_new_tokens=8", "--temperature=0"])
-    said = capsys.readouterr().out
-    expected = tokenizer.decode(theirs, skip_special_tokens=True)
-    assert said.startswith("the cat") and expected.startswith(said.rstrip("\n")[:9])
+    assert capsys.readouterr().out == tokenizer.decode(theirs, skip_special_tokens=True) + "\n"
     refused(evaluate.main, ["--device=cpu", where], capsys, ["set --dataset=NAME or --file=TEXT"])
     tokenizer.add_tokens(["sat on"])
     tokenizer.save_pretrained(folder)
@@ -228,14 +225,9 @@ def test_a_folder_of_hugging_face(figures, tmp_path, capsys):
     refused(evaluate.main, ["--device=cpu", where, f"--file={tmp_path / 'text.txt'}"], capsys, [said])
 
 
-def test_a_line_for_people_and_nothing_written(runs, capsys, tmp_path):
+def test_nothing_is_written(runs, capsys):
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
-    out, err = capsys.readouterr()
-    last = metrics(runs / "causal")[-1]
-    assert out.count("\n") == 1 and err == ""
-    loss, bits = re.search(r"loss ([\d.]+) nats per token, ([\d.]+) bits per byte, perplexity ", out).groups()
-    assert (float(loss), float(bits)) == pytest.approx((last["val_loss"], last["val_bpb"]), abs=1e-4)
     assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
 
 

@@ -1,5 +1,5 @@
 """What a run will cost, against what training does: bytes of real tensors, allocations, collectives; and figures by
-hand. A plan may say up to 15 % less or more where it rounds, and more where a bound says so."""
+hand. A plan may say up to 10 % less or more where it rounds, and more where a bound says so."""
 
 import os
 import re
@@ -175,10 +175,10 @@ def test_muon_is_planned_as_it_trains(flags):
         sent.append(sum(counted.sent.values()))
         multiplied.append(flops.get_total_flops())
     p = plan.Plan(cfg)
-    assert 0.98 < p.traffic["muon"] / (sum(sent) / len(sent)) < 1.3
+    assert 0.98 < p.traffic["muon"] / (sum(sent) / len(sent)) < 1.15
     assert p.groups["muon"][0] == cfg.world_size // cfg.pp
-    assert 0.98 < p.muon_flops / (sum(multiplied) / len(multiplied)) < 1.35
-    assert 0.98 < p.memory["update by Muon"] / max(allocated) < 3
+    assert 0.98 < p.muon_flops / (sum(multiplied) / len(multiplied)) < 1.25
+    assert 1.5 < p.memory["update by Muon"] / max(allocated) < 2
 
 
 def test_traffic_by_hand():
@@ -242,7 +242,7 @@ NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size
     NARROW | {"fp32_residual": True},
 ], ids=str)  # fmt: skip
 def test_activations_are_what_training_allocates(flags, gpu_loss):
-    """Within 15 %."""
+    """Within 10 %."""
     if flags.get("dtype") == "bfloat16" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("with kernels without vectors, torch's bfloat16 attention fails on a CPU whose flags name AMX")
     cfg = config(**WIDE | flags)
@@ -263,7 +263,18 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
     allocated = most_allocated(step)
     kept = planned.memory["activations"] + planned.memory.get("weights cast by autocast", 0)
     used = max(planned.memory["logits and loss"], planned.memory["backward of a block"])
-    assert kept + used == pytest.approx(allocated, rel=0.15)
+    assert kept + used == pytest.approx(allocated, rel=0.1)
+
+
+def test_activations_by_hand():
+    """A standard block keeps 16 streams: two norms, q, k, v, what attention finds and the sum after it, 4 C hidden
+    units before and after GELU, and its result. Numbers of a token: a normaliser of each head; mean and deviation of
+    each norm. Beside them are the embeddings before and after their dropout."""
+    cfg = config(**WIDE)
+    stream = 4 * cfg.batch_size * cfg.block_size * cfg.n_embd
+    numbers = (cfg.n_head + 4) / cfg.n_embd
+    p = plan.Plan(cfg)
+    assert p.memory["activations"] == stream * (cfg.n_layer * (16 + numbers) + 2)
 
 
 @pytest.mark.parametrize("flags", [
@@ -281,7 +292,7 @@ def test_the_worst_moment_of_a_rank(flags):
         rank.model.zero_grad(set_to_none=True)
         most = most_allocated(lambda: backward(rank, cfg))
     p = plan.Plan(cfg)
-    assert 0.98 <= (p.total - p.memory["parameters"] - p.memory["optimizer state"]) / most <= 1.3
+    assert 0.98 <= (p.total - p.memory["parameters"] - p.memory["optimizer state"]) / most <= 1.2
 
 
 def test_layers_of_equal_shapes_that_read_otherwise_have_costs_of_their_own():
