@@ -20,7 +20,8 @@ FILES = {path.stem: path for path in (ROOT / "config").glob("*.py")}
 VOCABULARY = {"pycode": 257, "shakespeare_char": 65, "pycode_gpt2": 50304, "openwebtext": 50304}
 VOCABULARY["numbers"] = 257 - 4  # pairs have no sentinels
 OWN_IDS = {"causal": 0, "masked": 1, "seq2seq": 4}  # 19 of 64 tokens in 3 spans; the last sentinel ends them
-C, D = 192, 48  # width and head size of the quick files
+C = 192
+D = 48  # width and head size of the quick files
 
 
 def gpt2(norms: int, positions: int, gains: int = 0) -> int:
@@ -108,7 +109,8 @@ def test_record_reads_back_equal(tmp_path, name):
     cfg = read(name)
     dump(cfg, path)
     back = parse(Config, [str(path)])
-    assert back == cfg and list(tmp_path.iterdir()) == [path]
+    assert back == cfg
+    assert list(tmp_path.iterdir()) == [path]
     assert set(back.sources) == asdict(cfg).keys() - unused(cfg).keys()
     expected = {}
     exec(path.read_text(encoding="utf-8"), {}, expected)  # it is also plain Python with the same meaning
@@ -126,7 +128,8 @@ def test_record_reads_back_equal(tmp_path, name):
 ])  # fmt: skip
 def test_compares_like_with_like(name, like, changed):
     """A comparison of blocks changes only what it says, and superblocks have as many parameters."""
-    a, b = asdict(read(name)), asdict(read(like))
+    a = asdict(read(name))
+    b = asdict(read(like))
     assert {flag for flag in a if a[flag] != b[flag]} == changed | {"out_dir"}
     if "superblock" in name and "n_expert" not in changed:
         assert 0 <= 1 - PARAMETERS[name] / PARAMETERS[like] < 5e-4

@@ -61,7 +61,8 @@ def test_command_line_beats_files_and_later_beats_earlier(tmp_path):
     typed = dict.fromkeys(("n_embd", "seed"), "command line")
     assert cfg.sources == typed | {"n_layer": f"{b}:2", "n_head": f"{a}:2", "batch_size": f"{a}:6"}
     assert parse(Config, [b, a]).n_layer == 2
-    assert parse(Config, []) == Config() and parse(Config, []).sources == {}
+    assert parse(Config, []) == Config()
+    assert parse(Config, []).sources == {}
 
 
 def test_the_command_line_drops_what_a_file_sets_for_another_choice(tmp_path):
@@ -118,7 +119,8 @@ def test_arithmetic_equals_python(tmp_path, text):
 ])  # fmt: skip
 def test_values_on_the_command_line(argument, name, value):
     got = getattr(parse(Sampling, [argument]), name)
-    assert got == value and type(got) is type(value)
+    assert got == value
+    assert type(got) is type(value)
 
 
 NANOGPT = """
@@ -186,7 +188,8 @@ def mistake(argv: list[str], cls: type = Config) -> str:
     with pytest.raises((ValueError, OSError)) as error:
         parse(cls, argv)
     message = str(error.value)
-    assert len(message.splitlines()) == 1 and len(message) < 900
+    assert len(message.splitlines()) == 1
+    assert len(message) < 900
     return message
 
 
@@ -330,7 +333,8 @@ def test_checkpoint_flags_stand_in_for_defaults(tmp_path):
     cfg = resolve(Config, given, stored, "out/step_00000001")
     assert asdict(cfg) == stored | {name: value for name, value, _ in given.values()}
     places = {name: place for name, _, place in given.values()}
-    assert cfg.sources == dict.fromkeys(stored, "out/step_00000001") | places and cfg.given == places.keys()
+    assert cfg.sources == dict.fromkeys(stored, "out/step_00000001") | places
+    assert cfg.given == places.keys()
     with pytest.raises(ValueError, match=r"max_iters=9 \(out/step_00000001\): .* set warmup_iters"):
         resolve(Config, {}, stored | {"schedule": "wsd", "warmup_iters": 99}, "out/step_00000001")
     switched = resolve(Config, read_flags(Config, [path, "--pos=alibi"]), stored)  # rope_theta is not the user's
@@ -374,7 +378,8 @@ def test_a_flag_that_has_no_effect_but_in_a_checkpoint(tmp_path, name, idle, oth
     """Typed it is refused, and a file's is left out with a line. A checkpoint or config.json keeps it."""
     typed = [f"--{other}={value}" for other, value in others.items()]
     message = mistake([*typed, f"--{name}={idle}"])
-    assert message.startswith(f"{name}={idle} (command line): {why}") and message.endswith("; leave it out")
+    assert message.startswith(f"{name}={idle} (command line): {why}")
+    assert message.endswith("; leave it out")
     path = write(tmp_path / "c.py", f"# one\n{name} = {idle!r}\n")
     in_file = write(tmp_path / "d.py", "".join(f"{other} = {value!r}\n" for other, value in others.items()))
     for argv in ([path, *typed], [path, in_file]):
@@ -417,7 +422,8 @@ def test_retired_flags(tmp_path, monkeypatch):
     monkeypatch.setitem(retired.RETIRED, "old_idea", "skip")
     path = tmp_path / "x.py"
     path.write_text("old_idea = 'skip'\nn_layer = 3\n")
-    assert parse(Config, [str(path)]).n_layer == 3 and parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
+    assert parse(Config, [str(path)]).n_layer == 3
+    assert parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
     assert resolve(Config, {}, {"old_idea": "skip"}, "out").n_layer == Config.n_layer
     path.write_text("old_idea = 'roll'\n")
     for argument, shown in {
@@ -436,7 +442,8 @@ def test_help_names_every_flag(capsys, flag):
     with pytest.raises(SystemExit) as stop:
         parse(Config, ["--nonsense=3", flag], doc="How to run.\n\n    torchrun train.py\n    ")
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and text.startswith("How to run.\n\n    torchrun train.py\n\n")
+    assert stop.value.code == 0
+    assert text.startswith("How to run.\n\n    torchrun train.py\n\n")
     assert all(len(line) < 100 for line in text.splitlines())
     for field in fields(Config):
         assert re.search(rf"^  --{field.name}={re.escape(str(field.default))} ", text, re.M), field.name
@@ -447,6 +454,7 @@ def test_help_names_every_flag(capsys, flag):
 def test_user_errors(capsys):
     with pytest.raises(SystemExit) as stop, user_errors():
         raise ValueError("a\x1b[31mname\x07\n  of\té")
-    assert stop.value.code == 2 and capsys.readouterr() == ("", "error: a\\x1b[31mname\\x07 of é\n")
+    assert stop.value.code == 2
+    assert capsys.readouterr() == ("", "error: a\\x1b[31mname\\x07 of é\n")
     with pytest.raises(RuntimeError, match="a mistake of ours"), user_errors():
         raise RuntimeError("a mistake of ours")

@@ -75,7 +75,8 @@ def test_wrong_flags(flags, fragments, told, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = told(flags.replace("TRAINED", str(trained)), *fragments)
     assert any(remedy in line for remedy in ("; ", ": set ", " must be ", " must be: ", " such as ")), line
-    assert len(line) < 1100 and not any(tmp_path.iterdir())
+    assert len(line) < 1100
+    assert not any(tmp_path.iterdir())
 
 
 def test_objectives_that_the_data_cannot_serve(told, tiny_data, tmp_path):
@@ -96,7 +97,8 @@ def test_a_folder_of_another_kind_is_no_out_dir(told, run, tmp_path):
         file.parent.mkdir()
         file.write_text("mine")
         told(f"--out_dir={file.parent}", f"{file} was not written by this command; ", "choose another --out_dir")
-        assert file.read_text() == "mine" and {*os.listdir(file.parent)} <= {".lock", name}
+        assert file.read_text() == "mine"
+        assert {*os.listdir(file.parent)} <= {".lock", name}
     (tmp_path / "new").mkdir()
     for name in ("metrics.jsonl", "config.py"):
         (tmp_path / "new" / name).touch()
@@ -162,7 +164,8 @@ def test_messages_of_success_escape_names(run, tiny_data, tmp_path, capsys):
         told = found.err if main is sample.main else found.out
         assert r"a\x1b[31m\nb" in told, told
         said += told
-    assert "\x1b" not in said and name not in said
+    assert "\x1b" not in said
+    assert name not in said
 
 
 def train_with_a_wrong_flag():
@@ -191,7 +194,8 @@ def test_a_rank_that_is_wrong_alone_speaks_too(monkeypatch, capsys, in_this_proc
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert "nope=1" in refused(train.main, ["--nope=1"], capsys) and waited == [20]
+    assert "nope=1" in refused(train.main, ["--nope=1"], capsys)
+    assert waited == [20]
 
 
 def ended(main, *argv: str) -> int:
@@ -272,7 +276,8 @@ COMPUTING = [program for program in PROGRAMS if not program[0].startswith("data/
 def test_during_the_imports(program, tmp_path):
     """Ctrl-C ends a program that computes without a traceback. Threads spin for a short time, and torch logs errors."""
     done = imported(program, tmp_path)
-    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and done.stderr == ""
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert done.stderr == ""
     assert done.stdout == "20000 ERROR\n"
 
 

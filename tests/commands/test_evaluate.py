@@ -64,7 +64,8 @@ def total_nats(model: Model, ids: torch.Tensor, rest: bool = True, T: int = 16) 
     batches = [ids[: whole + 1].unfold(0, T + 1, T)] if whole else []
     if rest and whole < len(ids) - 1:
         batches.append(ids[None, whole:])
-    nats, targets = 0.0, []
+    nats = 0.0
+    targets = []
     for batch in batches:
         logits = model(batch[:, :-1]).flatten(0, 1)
         nats += F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").item()
@@ -92,7 +93,8 @@ def test_a_data_set_equals_a_loop_in_float64(tiny_data, figures, runs, split, T)
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-6)
     assert (found["tokens"], found["bytes"]) == (len(targets), n_bytes)
-    assert found["model"] == str(out / "step_00000006") and found["data"].endswith(split)
+    assert found["model"] == str(out / "step_00000006")
+    assert found["data"].endswith(split)
 
 
 def test_a_text_of_any_length_equals_a_loop_in_float64(runs, figures, tmp_path):
@@ -130,7 +132,8 @@ def test_two_ranks_find_what_one_finds(runs, figures, tmp_path):
     cases.append([f"--out_dir={runs / 'seq2seq'}", "--batch_size=3"])
     launch(2, evaluations, tmp_path, cases)
     said = [json.loads(line) for line in (tmp_path / "rank 0").read_text().splitlines() if line.startswith("{")]
-    assert len(said) == len(cases) and "{" not in (tmp_path / "rank 1").read_text()
+    assert len(said) == len(cases)
+    assert "{" not in (tmp_path / "rank 1").read_text()
     for case, two in zip(cases, said, strict=True):
         one = figures(*case)
         assert one.keys() == two.keys()
@@ -154,12 +157,14 @@ def nanogpt_file(file: Path, **config) -> Model:
 
 def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     """It holds no tokenizer: that of the data set of its config, if there is one, reads texts."""
-    file, text = tmp_path / "ckpt.pt", tmp_path / "text.txt"
+    file = tmp_path / "ckpt.pt"
+    text = tmp_path / "text.txt"
     model = nanogpt_file(file, dataset="mine")
     where = f"--out_dir=nanogpt:{file}"
     nats, targets = total_nats(model, torch.tensor(tokens_of(tiny_data, "val")), rest=False)
     found = figures(where, f"--dataset={tiny_data}")
-    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6) and found["model"] == str(file)
+    assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
+    assert found["model"] == str(file)
     text.write_text("the cat sat on a mat.")
     of_text = ["--device=cpu", where, f"--file={text}"]
     refused(evaluate.main, of_text, capsys, ["data/mine has none of 257 ids"])
@@ -205,10 +210,12 @@ def test_a_folder_of_hugging_face(figures, tmp_path, capsys):
     model, tokenizer = write_llama(folder)
     text = "the cat sat on a mat. été, dogs, " * 2
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    where, ids = f"--out_dir=hf:{folder}", tokenizer(text, return_tensors="pt").input_ids
+    where = f"--out_dir=hf:{folder}"
+    ids = tokenizer(text, return_tensors="pt").input_ids
     nats, targets = total_nats(lambda idx: model(idx).logits, ids[0])
     found = figures(where, f"--file={tmp_path / 'text.txt'}")
-    assert ids[0, 0] == tokenizer.bos_token_id and targets == ids[0, 1:].tolist()
+    assert ids[0, 0] == tokenizer.bos_token_id
+    assert targets == ids[0, 1:].tolist()
     assert (found["tokens"], found["bytes"]) == (len(targets), len(text.encode()))
     assert found["loss"] == pytest.approx(nats / len(targets), rel=1e-5)
 
@@ -282,7 +289,8 @@ def test_a_text_needs_a_tokenizer(files, capsys, run):
     refused(evaluate.main, [*flags, f"--file={files / 'text.txt'}"], capsys, ["without a tokenizer"])
     evaluate.main(flags)
     out, err = capsys.readouterr()
-    assert "nats per token, perplexity" in out and err.startswith("no bits per byte: ")
+    assert "nats per token, perplexity" in out
+    assert err.startswith("no bits per byte: ")
 
 
 @pytest.mark.parametrize("nats", [math.nan, math.inf])
@@ -291,7 +299,8 @@ def test_a_loss_that_is_not_finite(runs, capsys, monkeypatch, nats):
     with pytest.raises(SystemExit) as stop:
         evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
     out, err = capsys.readouterr()
-    assert stop.value.code == 1 and not out
+    assert stop.value.code == 1
+    assert not out
     fact = f"error: the loss of {runs / 'causal'}/step_00000006 is {nats}, over 944 tokens"
     assert err == f"{fact}; use an earlier checkpoint\n"
 

@@ -156,7 +156,8 @@ def test_padding_of_the_vocabulary_is_never_drawn(say, monkeypatch, name, prompt
         for more in (0.0, 1e4):
             monkeypatch.setattr(Model, "logits", lambda self, x, y=more * padding: logits(self, x) + y)
             texts.append(say(*flags, *drawn, out=name))
-        assert texts[0] == texts[1] and len(texts[0]) > len(prompt)
+        assert texts[0] == texts[1]
+        assert len(texts[0]) > len(prompt)
 
 
 def test_samples_are_one_batch_and_seeded(say):
@@ -164,7 +165,8 @@ def test_samples_are_one_batch_and_seeded(say):
     text = say(*flags, "--seed=5")
     assert text == say(*flags, "--seed=5") != say(*flags, "--seed=6")
     parts = text.split("\n---------------\n")
-    assert len(parts) == 3 == len(set(parts)) and all(part.startswith("dogs ") for part in parts)
+    assert len(parts) == 3 == len(set(parts))
+    assert all(part.startswith("dogs ") for part in parts)
 
 
 @pytest.mark.parametrize("chosen", [False, True])
@@ -197,20 +199,25 @@ def test_stop_ends_a_sample_before_it(say, runs, monkeypatch):
     free = say("--start=the ", "--max_new_tokens=80", "--temperature=0")
     stop = free[20:24]
     cut = say("--start=the ", "--max_new_tokens=80", "--temperature=0", f"--stop={stop}")
-    assert cut == free[: free.index(stop, 4)] + "\n" and stop not in cut[4:]
+    assert cut == free[: free.index(stop, 4)] + "\n"
+    assert stop not in cut[4:]
 
 
 def test_pieces_join_to_the_text_and_hold_back():
     """A character split over tokens appears complete. A possible beginning of `stop` is held back."""
     s = sample.Sample(stop="END")
     out = [s.add(bytes([b]), last=False) for b in "añE EN€ END".encode()]
-    assert "".join(out) == "añE EN€ " == s.text and s.ended
-    assert out[1:3] == ["", "ñ"] and out[3] == ""
+    assert "".join(out) == "añE EN€ " == s.text
+    assert s.ended
+    assert out[1:3] == ["", "ñ"]
+    assert out[3] == ""
     s = sample.Sample(stop="END")
-    assert s.add(b"x EN", last=False) == "x " and s.add(b"\xe2\x82", last=True) == "EN\ufffd"
+    assert s.add(b"x EN", last=False) == "x "
+    assert s.add(b"\xe2\x82", last=True) == "EN\ufffd"
     s = sample.Sample(stop="\n\nx")  # the longest beginning waits
     assert [s.add(piece, last=False) for piece in (b"a\n\n", b"y\n", b"\nx")] == ["a", "\n\ny", ""]
-    assert s.ended and s.text == "a\n\ny"
+    assert s.ended
+    assert s.text == "a\n\ny"
 
 
 def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys):
@@ -232,7 +239,8 @@ def test_a_terminal_sees_the_text_while_it_is_written(runs, monkeypatch, capsys)
     monkeypatch.setattr(sys, "stdout", Terminal())
     sample.main(flags)
     assert sys.stdout.getvalue() == piped
-    assert len(lengths) > 30 and "tokens per second" in capsys.readouterr().err
+    assert len(lengths) > 30
+    assert "tokens per second" in capsys.readouterr().err
 
 
 def test_a_sample_that_ends_within_a_character(capsys):
@@ -247,7 +255,8 @@ def test_each_sample_of_a_batch_ends_by_itself(capsys, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "ends", {256, ord(".")})
     rows = [*b"x", 256, *b"zz"], [*b"yyyy"], [*b"w.vv"]
     monkeypatch.setattr(sample, "generate", lambda *_: map(torch.tensor, zip(*rows, strict=True)))
-    model, cfg = SimpleNamespace(cfg=ModelConfig()), SampleConfig(num_samples=3, max_new_tokens=4)
+    model = SimpleNamespace(cfg=ModelConfig())
+    cfg = SampleConfig(num_samples=3, max_new_tokens=4)
     assert sample.continue_text(cfg, model, ByteTokenizer(), "a", torch.tensor([[97]] * 3), None) == 4 * 3
     assert capsys.readouterr().out == sample.SEPARATOR.join(["ax", "ayyyy", "aw"]) + "\n"
 
@@ -259,7 +268,8 @@ def test_a_reader_that_ends_early(runs, tmp_path):
     process = begin(["sample.py", *flags], tmp_path, stdout=tmp_path / "reader")
     open(tmp_path / "reader").close()
     process.join(600)
-    assert process.exitcode == -signal.SIGPIPE and "Error" not in (tmp_path / "stderr").read_text()
+    assert process.exitcode == -signal.SIGPIPE
+    assert "Error" not in (tmp_path / "stderr").read_text()
 
 
 def test_masked_fills_the_surest_blank_first(say, runs, monkeypatch):
@@ -295,7 +305,8 @@ def test_seq2seq_fills_spans(say, runs, monkeypatch):
             allowed = [*range(256), max(ids) + 1]
             ids.append(max(allowed, key=lambda t: logits[t]))
     second = ids.index(258)
-    assert ids[-1] == 259 and 1 < second < len(ids) - 2
+    assert ids[-1] == 259
+    assert 1 < second < len(ids) - 2
     flags = ["--start=the <mask> on a <mask>.", "--max_new_tokens=40", "--temperature=0"]
     filled = b"the " + bytes(ids[1:second]) + b" on a " + bytes(ids[second + 1 : -1]) + b".\n"
     assert say(*flags) == filled.decode()
@@ -310,8 +321,10 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
             logits = torch.zeros(3, 259).scatter_(1, torch.tensor(ids)[:, None], 1.0)
             yield draw(logits)
 
-    source, tokenizer = torch.tensor([[*b"a", 257, *b"b"]] * 3), ByteTokenizer()
-    cfg, greedy = SampleConfig(start="a<mask>b", num_samples=3), lambda logits: logits.argmax(-1)
+    source = torch.tensor([[*b"a", 257, *b"b"]] * 3)
+    tokenizer = ByteTokenizer()
+    cfg = SampleConfig(start="a<mask>b", num_samples=3)
+    greedy = lambda logits: logits.argmax(-1)
     monkeypatch.setattr(sample, "generate", generate)
     assert sample.fill_spans(cfg, None, tokenizer, cfg.start, source, greedy) == 3 * 5
     assert capsys.readouterr().out == sample.SEPARATOR.join(["axb", "ayyyyb", "awwb"]) + "\n"

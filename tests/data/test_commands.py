@@ -61,7 +61,8 @@ def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
     monkeypatch.setattr(corpus, "prepare", lambda args, files: seen.append(args.threads))
     (tmp_path / "a.txt").write_text("text")
-    assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0 and seen == [3]
+    assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0
+    assert seen == [3]
 
 
 def test_all_that_a_preparation_prints(call, tmp_path):
@@ -77,7 +78,8 @@ def test_all_that_a_preparation_prints(call, tmp_path):
         tokens[validates(number, 0.2)].append(length + 1)
     train = tokens[False]
     val = tokens[True]
-    assert len(train) > 9 and len(val) > 2
+    assert len(train) > 9
+    assert len(val) > 2
     out = tmp_path / "out"
     flags = ["--tokenizer=byte", "--val_fraction=0.2", f"--out={out}"]
     assert call("text", f"--input={tmp_path}/texts", *flags) == (
@@ -92,7 +94,8 @@ def test_ctrl_c_is_answered(capsys, in_this_process):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(SystemExit) as end:
         command.run(lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert end.value.code == 130 and capsys.readouterr().err.startswith("interrupted; the data are unchanged")
+    assert end.value.code == 130
+    assert capsys.readouterr().err.startswith("interrupted; the data are unchanged")
 
 
 def test_a_stdout_that_fails_loses_nothing(tmp_path):
@@ -100,7 +103,8 @@ def test_a_stdout_that_fails_loses_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("some words\n" * 30)
     program = ["data/shakespeare_char/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
     code, err = ranks.command(program, tmp_path, stdout="/dev/full", unbuffered=True)
-    assert code == 2 and err.startswith("error: stdout: No space left on device; ")
+    assert code == 2
+    assert err.startswith("error: stdout: No space left on device; ")
     assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
 
 
@@ -176,9 +180,11 @@ def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, d
     if documents == "line":
         flags.append("--val_fraction=0.6")
     code, out, _ = call("text", *flags, f"--out={tmp_path}/my data")
-    assert code == 0 and out.count("next: python train.py ") == 1
+    assert code == 0
+    assert out.count("next: python train.py ") == 1
     arguments = shlex.split(out.split("next: python train.py ")[1])
-    assert f"--dataset={tmp_path}/my data" in arguments and "--out_dir=out/my data" in arguments
+    assert f"--dataset={tmp_path}/my data" in arguments
+    assert "--out_dir=out/my data" in arguments
     more = ["--max_iters=2", "--warmup_iters=1", "--cooldown_iters=1", "--eval_iters=1", "--device=cpu"]
     more += ["--compile=False", "--n_layer=1", "--n_head=1", "--n_embd=32"]
     monkeypatch.chdir(ROOT)
@@ -190,7 +196,8 @@ def test_out_is_a_name_or_a_path(monkeypatch, tmp_path):
     monkeypatch.setattr("data.command.DATA", tmp_path)
     for name in ("mine", "my books", "-x", "a.b"):
         assert command.out_folder(name) == tmp_path / name
-    assert command.out_folder("./mine") == Path("mine") and command.out_folder(f"{tmp_path}/x") == tmp_path / "x"
+    assert command.out_folder("./mine") == Path("mine")
+    assert command.out_folder(f"{tmp_path}/x") == tmp_path / "x"
     for name in ("", " ", ".", ".."):
         assert "with a /" in error(command.out_folder, name)
 
@@ -202,7 +209,8 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
     """In the order of their names. Those whose names have the first hashes validate, as far as there is room."""
-    rng, sources = random.Random(0), {"note.txt": b"x"}
+    rng = random.Random(0)
+    sources = {"note.txt": b"x"}
     for i in range(300):
         folder = rng.choice(["", "a/", "a/b/", *(f"c/{name}/" for name in sorted(LEFT_OUT))])
         sources[f"{folder}{i}.py"] = rng.randbytes(i % 60)
@@ -213,12 +221,14 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path / "library")
     out = tmp_path / "out"
     code, said, _ = call("pycode", f"--out={out}")
-    assert code == 0 and said.count("\n") == 1
+    assert code == 0
+    assert said.count("\n") == 1
     assert f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out" in said
 
     names = [name for name in sorted(sources) if sources[name] and name.endswith(".py")]
     names = [name for name in names if not LEFT_OUT & {*name.split("/")}]
-    validates, room = set(), 0.05 * sum(len(sources[name]) for name in names)
+    validates = set()
+    room = 0.05 * sum(len(sources[name]) for name in names)
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         if len(sources[name]) <= room:
             validates.add(name)
@@ -252,12 +262,14 @@ def test_pycode_takes_each_file_of_further_packages_once(call, tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path / "site")
     out = tmp_path / "out"
     code, said, _ = call("pycode", f"--package={tmp_path}/wheels", "--package=installed", f"--out={out}")
-    assert code == 0 and "wheels (MIT), installed (BSD): 1 + 2 documents" in said
+    assert code == 0
+    assert "wheels (MIT), installed (BSD): 1 + 2 documents" in said
     data = dataset.open_data(out)
     assert read_all(data.split("train")) == [*[ord("a")] * 99, data.eot]
     assert read_all(data.split("val")) == [ord("b"), data.eot, ord("d"), data.eot]  # small enough for 5 %
     code, _, said = call("pycode", "--package=nowhere", f"--out={out}")
-    assert code == 2 and "package=nowhere: no installed package; install it, or give a folder with a /" in said
+    assert code == 2
+    assert "package=nowhere: no installed package; install it, or give a folder with a /" in said
 
 
 SPEECH = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
@@ -272,16 +284,20 @@ def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path):
     cut = int(len(ids) * 0.9)
     assert splits_of(tmp_path / "out") == {"train": ids[:cut], "val": ids[cut:]}
     data = dataset.open_data(tmp_path / "out")
-    assert data.eot is None and data.vocab_size == len(table) and data.tokenizer.decode([0, 1]) == "\n "
+    assert data.eot is None
+    assert data.vocab_size == len(table)
+    assert data.tokenizer.decode([0, 1]) == "\n "
 
 
 def test_shakespeare_download_is_checked(tmp_path, monkeypatch):
-    kept, remote = tmp_path / "set" / "input.txt", tmp_path / "remote.txt"
+    kept = tmp_path / "set" / "input.txt"
+    remote = tmp_path / "remote.txt"
     monkeypatch.setattr(shakespeare, "TEXT", kept)
     monkeypatch.setattr(shakespeare, "URL", remote.as_uri())
     monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(SPEECH.encode()).hexdigest())
     remote.write_text(SPEECH[:-1])
-    assert "has the SHA-256 " in error(shakespeare.shakespeare) and not kept.exists()
+    assert "has the SHA-256 " in error(shakespeare.shakespeare)
+    assert not kept.exists()
     remote.write_text(SPEECH)
     assert shakespeare.shakespeare().decode() == kept.read_text() == SPEECH
 
@@ -302,7 +318,8 @@ def test_shakespeare_with_a_bad_server(answer, tmp_path, monkeypatch):
             threading.Thread(target=serve, daemon=True).start()
         monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
         message = error(shakespeare.shakespeare)
-    assert message.startswith("cannot download http://127.0.0.1") and "; put the text at" in message
+    assert message.startswith("cannot download http://127.0.0.1")
+    assert "; put the text at" in message
 
 
 def test_shakespeare_in_tokens_is_split_by_characters(call, tmp_path, monkeypatch):
@@ -311,4 +328,5 @@ def test_shakespeare_in_tokens_is_split_by_characters(call, tmp_path, monkeypatc
     monkeypatch.setattr("data.shakespeare.prepare.GPT2Tokenizer", ByteTokenizer)
     assert call("shakespeare", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}")[0] == 0
     train, val = splits_of(tmp_path / "out").values()
-    assert bytes(train) == b"\xc3\xa9" * 18 and bytes(val) == "éa".encode()  # of 20 characters, not of 39 bytes
+    assert bytes(train) == b"\xc3\xa9" * 18
+    assert bytes(val) == "éa".encode()  # of 20 characters, not of 39 bytes

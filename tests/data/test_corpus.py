@@ -72,7 +72,8 @@ FORMATS += ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_equal_a_naive_loop(tmp_path, small, name, tokenizer):
-    documents, separator = texts(90), "\n"
+    documents = texts(90)
+    separator = "\n"
     kind = name.partition(".")[0]  # of documents, where these are texts
     if kind == "paragraph":
         separator = "\n\n"
@@ -97,14 +98,17 @@ def test_tokenizers_equal_a_naive_loop_with_any_threads(tmp_path, small, kind):
     for threads in (1, 2, 8):
         prepare(args(tmp_path / f"out{threads}", kind, threads=threads), sources.find_files([str(tmp_path)]))
         written.append(files_of(tmp_path / f"out{threads}"))
-    assert written[0] == written[1] == written[2] and len(written[0]) > 3
+    assert written[0] == written[1] == written[2]
+    assert len(written[0]) > 3
     data = open_data(tmp_path / "out1")
-    assert data.tokenizer.hash == tokenizer.hash and data.eot == tokenizer.eot
+    assert data.tokenizer.hash == tokenizer.hash
+    assert data.eot == tokenizer.eot
     assert splits_of(tmp_path / "out1") == naive(texts(90), tokenizer)
 
 
 LEARNED = ["\n".join(texts(300)), (ROOT / "train.py").read_text()]
-BPE, GPT2 = train_bpe(LEARNED, 700), preparing.gpt2_of_other_merges(LEARNED)
+BPE = train_bpe(LEARNED, 700)
+GPT2 = preparing.gpt2_of_other_merges(LEARNED)
 BLANKS = st.text(st.sampled_from(" \n\t\r\x1c\u3000\xa0a1.'x猫é_"), max_size=60)
 
 
@@ -112,7 +116,8 @@ BLANKS = st.text(st.sampled_from(" \n\t\r\x1c\u3000\xa0a1.'x猫é_"), max_size=6
 @settings(max_examples=150)
 def test_pieces_have_the_ids_of_the_whole(text, length):
     parts = list(corpus.cut(text, length))
-    assert "".join(parts) == text and all(len(p) >= length for p in parts[:-1])
+    assert "".join(parts) == text
+    assert all(len(p) >= length for p in parts[:-1])
     for tokenizer in (BPE, GPT2, ByteTokenizer(), CharTokenizer(text + " ")):
         assert [i for p in parts for i in tokenizer.encode(p).tolist()] == tokenizer.encode(text).tolist()
 
@@ -219,12 +224,14 @@ def test_a_single_text_is_cut_in_two(tmp_path_factory, kind, text, fraction, job
         try:
             prepare(args(folder / "out", kind, val_fraction=fraction), [str(folder / "a.txt")])
         except ValueError as e:
-            assert "has 1 tokens, and needs two" in str(e) and kind == "char"
+            assert "has 1 tokens, and needs two" in str(e)
+            assert kind == "char"
             return
     decode = open_data(folder / "out").tokenizer.decode
     train, val = (decode([i for i in ids if i != 256]) for ids in splits_of(folder / "out").values())
     least = len(text) - min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
-    assert train + val == text and least <= len(val) <= least * 1.5
+    assert train + val == text
+    assert least <= len(val) <= least * 1.5
     assert len(val) == least or train.endswith("\n")
 
 
@@ -236,7 +243,8 @@ def test_a_single_text_by_default(tmp_path):
         flags = args(tmp_path / name, val_fraction=None, shard_tokens=500, shards=shards)
         prepare(flags, [str(tmp_path / "a.txt")])
     train, val = splits_of(tmp_path / "out").values()
-    assert 0.1 * len(text) <= len(val) - 1 < 0.1 * len(text) + 50 and bytes(val[:5]) == b"line "
+    assert 0.1 * len(text) <= len(val) - 1 < 0.1 * len(text) + 50
+    assert bytes(val[:5]) == b"line "
     assert splits_of(tmp_path / "some") == {"train": train[:1500], "val": val}
 
 
@@ -283,7 +291,8 @@ def test_records_by_every_name_and_byte_order_marks(tmp_path):
         for mark in (b"", b"\xef\xbb\xbf"):
             content = mark + b'{"text": "one"}\n{"text": "two"}\n'
             (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-            assert read(tmp_path / name) == ["one", "two"] and sources.RECORDS.search(name)
+            assert read(tmp_path / name) == ["one", "two"]
+            assert sources.RECORDS.search(name)
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfnaive")
     for documents in DOCUMENTS:
@@ -310,7 +319,8 @@ def test_what_is_said_of_documents(tmp_path, capsys):
     for kind in ("char", "byte"):  # char has no end-of-text of its own
         prepare(args(tmp_path / "out", kind, documents="line"), [str(file)])
         said = capsys.readouterr().err
-        assert "warning: 99 documents hold <|endoftext|>" in said and "pass --separator='<|endoftext|>'" in said
+        assert "warning: 99 documents hold <|endoftext|>" in said
+        assert "pass --separator='<|endoftext|>'" in said
     prepare(args(tmp_path / "out", separator="<|endoftext|>"), [str(file)])
     val = open_data(tmp_path / "out").meta["splits"]["val"]["documents"]
     assert val == sum(validates(i, 0.2) for i in range(100))
@@ -335,7 +345,9 @@ def web(tmp_path) -> list[str]:
 ])  # fmt: skip
 def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, monkeypatch, name, flags):
     (tmp_path / "c.txt").write_text("".join(f"line {i} {'word ' * (i % 7)}\n" for i in range(900)))
-    files, whole, folder = sources.find_files([f"{tmp_path}/{name}"]), tmp_path / "whole", tmp_path / "out"
+    files = sources.find_files([f"{tmp_path}/{name}"])
+    whole = tmp_path / "whole"
+    folder = tmp_path / "out"
     add = ShardWriter.add
     monkeypatch.setattr(ShardWriter, "add", lambda *arguments: sys.audit("change") or add(*arguments))
 
@@ -344,7 +356,8 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, monkey
 
     total = changes_until_killed(lambda: prepare(args(whole, **flags), files))
     old = write_set(tmp_path / "old", range(5), range(3))
-    assert total > 50 and len(files_of(whole)) > 8
+    assert total > 50
+    assert len(files_of(whole)) > 8
     rng = random.Random(time.time_ns())  # over the days, all writes
     moves = range(total - 21, total + 1)  # the moves into place
     for n in (rng.randrange(1, moves[0]), rng.choice(moves)):
@@ -369,7 +382,8 @@ def test_killed_at_any_write_the_result_is_the_same(tmp_path, web, small, monkey
 
 def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, capsys):
     prepare(args(tmp_path / "whole"), web)
-    encoded, real = [], ByteTokenizer.encode
+    encoded = []
+    real = ByteTokenizer.encode
 
     def encode(self, text):
         encoded.append(text)
@@ -385,7 +399,9 @@ def test_full_shards_are_not_encoded_again(tmp_path, web, small, monkeypatch, ca
     with pytest.raises(KeyboardInterrupt):
         prepare(args(tmp_path / "out", threads=1), web)
     file, row, number = json.loads((tmp_path / "out" / PREPARING / "progress.json").read_text())["place"]
-    assert file == 1 and row > 7 and number == 60 + row  # inside of the parquet file
+    assert file == 1
+    assert row > 7
+    assert number == 60 + row  # inside of the parquet file
     encoded.clear()
     monkeypatch.setattr(sources.Source, "_json_texts", None)  # a file that was read to its end is not opened again
     prepare(args(tmp_path / "out"), web)
@@ -462,9 +478,12 @@ def test_offline_is_said_at_once(call, tmp_path, monkeypatch, silent):
         start = time.monotonic()
         code, _, err = call("openwebtext", f"--out={tmp_path}/out")
         seconds = time.monotonic() - start
-    assert code == 2 and err.startswith("error: hf:Skylion007/openwebtext cannot be read")
-    assert f"{address} does not answer" in err and err.count("\n") == 1
-    assert seconds < 20 and not (tmp_path / "out").exists()  # retries take 24 to 47
+    assert code == 2
+    assert err.startswith("error: hf:Skylion007/openwebtext cannot be read")
+    assert f"{address} does not answer" in err
+    assert err.count("\n") == 1
+    assert seconds < 20
+    assert not (tmp_path / "out").exists()  # retries take 24 to 47
 
 
 def test_the_hubs_files(monkeypatch):

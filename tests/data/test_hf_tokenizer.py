@@ -49,7 +49,8 @@ def byte_level(prefix_space: bool = False, words: str = "") -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["</s>", "<s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["</s>", "<s>"]
     options = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, **options))
     if words:
@@ -105,7 +106,8 @@ def unigram() -> Tokenizer:
     """As XGLM's: an unknown character becomes <unk>, and a blank at the beginning is lost."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     options = dict(special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainers.UnigramTrainer(vocab_size=300, **options))
     return tokenizer
@@ -180,12 +182,15 @@ ANY = st.lists(st.text(max_size=3) | WORDS, max_size=8).map("".join)
 def test_ids_and_text_are_those_of_transformers(folder, kind, text, more):
     ours, reference = both(folder(kind))
     ids = ours.encode(text)
-    assert ids.dtype == np.int64 and ids.tolist() == theirs(reference, text)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == theirs(reference, text)
     assert ours.eot not in ids or kind == "unigram"
     if kind in EXACT:
-        same, whole = text, text + more
+        same = text
+        whole = text + more
         if kind in ("llama2", "gemma"):
-            same, whole = same.replace("▁", " "), whole.replace("▁", " ")
+            same = same.replace("▁", " ")
+            whole = whole.replace("▁", " ")
         assert ours.decode(ids) == same == reference.decode(ids, clean_up_tokenization_spaces=False)
         assert ours.byte_lengths[ids].sum() == len(same.encode()) + (kind == "llama2" and text != "")
         assert not ours.decode_bytes(ours.encode_rest("the")).startswith(b" ")
@@ -206,7 +211,8 @@ def test_attributes_are_those_of_transformers(folder, kind, tmp_path):
         assert (ours.vocab_size, ours.eot) == (len(reference), reference.eos_token_id)
         assert [*ours.prefix, *ours.encode(MIXED)] == reference(MIXED, split_special_tokens=True).input_ids
         assert ours.prefix == ([reference.bos_token_id] if kind in ("llama2", "gemma", "llama3") else [])
-        assert ours.token_bytes[ours.eot] == b"</s>" and ours.byte_lengths[ours.eot] == 0
+        assert ours.token_bytes[ours.eot] == b"</s>"
+        assert ours.byte_lengths[ours.eot] == 0
 
 
 def changed(change) -> bytes:
@@ -219,14 +225,16 @@ def test_gaps_in_the_vocabulary_and_tokens_beyond_it():
     """The library numbers an added token by the size of the vocabulary, whatever the file says."""
 
     def change(parts: dict):
-        vocabulary, parts["model"]["merges"] = parts["model"]["vocab"], []
+        vocabulary = parts["model"]["vocab"]
+        parts["model"]["merges"] = []
         vocabulary[max(vocabulary, key=vocabulary.get)] = 530
         parts["added_tokens"].append(parts["added_tokens"][0] | {"id": 500, "content": "<|far|>"})
 
     tokenizer = HFTokenizer(changed(change), {"eos_token": "<|far|>"}, "x")
     reference = Tokenizer.from_str(changed(change).decode())
     assert (tokenizer.vocab_size, tokenizer.eot) == (531, reference.token_to_id("<|far|>"))
-    assert tokenizer.token_bytes[505] == b"" and tokenizer.byte_lengths[505] == 0
+    assert tokenizer.token_bytes[505] == b""
+    assert tokenizer.byte_lengths[505] == 0
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
 
 
@@ -295,7 +303,8 @@ def test_bad_files_are_one_line(tmp_path, content, config, words):
         (tmp_path / "tokenizer.json").write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text(config)
     message = error(build, f"hf:{tmp_path}", list)
-    assert words in message and len(message) < 300 + len(str(tmp_path))
+    assert words in message
+    assert len(message) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("name, value", {"sha256": "0", "vocab_size": 7, "file": "/etc/passwd", "special": {}}.items())
@@ -312,7 +321,8 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, name, value):
 @given(text=ANY | SAME_LETTERS)
 @example(text="a , b . it 's")
 def test_what_is_written_gives_the_same_ids_and_text(folder, kind, text):
-    reference, text = both(folder(kind))[1], "".join(c for c in text if kind != "char" or c in CHARS)
+    reference = both(folder(kind))[1]
+    text = "".join(c for c in text if kind != "char" or c in CHARS)
     ids = theirs(reference, text)
     assert ids == OURS[kind].encode(text).tolist()
     assert reference.decode(ids) == text == OURS[kind].decode(ids)
@@ -327,7 +337,9 @@ def test_the_same_tokens_in_another_order_are_others():
     vocabulary |= {a: vocabulary[b], b: vocabulary[a]}
     other = HFTokenizer(json.dumps(parts).encode(), ours.special, "x")
     assert (other.vocab_size, other.eot) == (ours.vocab_size, ours.eot)
-    assert ours.same_tokens(same) and not ours.same_tokens(other) and other.hash != ours.hash
+    assert ours.same_tokens(same)
+    assert not ours.same_tokens(other)
+    assert other.hash != ours.hash
 
 
 def same_ids(path: Path, tokenizer) -> bool:
@@ -355,22 +367,26 @@ def model_config(tokenizer, **flags) -> ModelConfig:
 
 @pytest.mark.parametrize("kind, family", CASES)
 def test_exports_of_every_family_keep_the_ids(folder, tmp_path, kind, family):
-    tokenizer, flags = tokenizer_of(folder, kind), {}
+    tokenizer = tokenizer_of(folder, kind)
+    flags = {}
     if family in CHOICES:
         flags = CHOICES[family][0]
     export_tokenizer(tokenizer, tmp_path, 77)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 77
-    cfg, remote = model_config(tokenizer, **flags), family == "superblock"
+    cfg = model_config(tokenizer, **flags)
+    remote = family == "superblock"
     write_hf(tmp_path, cfg, lambda _: None, torch.float32, tokenizer, remote_code=remote)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == family and same_ids(tmp_path, tokenizer)
+    assert config["model_type"] == family
+    assert same_ids(tmp_path, tokenizer)
     assert config["bos_token_id"] == [*tokenizer.prefix, tokenizer.eot][0]
     if isinstance(tokenizer, HFTokenizer):
         assert (tmp_path / "tokenizer.json").read_bytes() == tokenizer.content
     if kind in OURS:
         again = HFTokenizer.from_folder(tmp_path)
-        assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist() and again.eot == tokenizer.eot
+        assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist()
+        assert again.eot == tokenizer.eot
         assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
 
 
@@ -387,28 +403,33 @@ def test_a_qwen2_has_a_tokenizer_of_its_own(folder, tmp_path, kind):
     else:
         assert choose(plain, tokenizer)[1] == "llama"
         message = error(choose, windows, tokenizer)
-        assert "no family of Hugging Face has window_pattern=LLS" in message and "--remote_code=True" in message
+        assert "no family of Hugging Face has window_pattern=LLS" in message
+        assert "--remote_code=True" in message
 
 
 def test_what_cannot_be_written(tmp_path):
     said = error(export_tokenizer, CharTokenizer("a\ud800"), tmp_path, 8)
-    assert "the char vocabulary has a lone surrogate, which no" in said and not list(tmp_path.iterdir())
+    assert "the char vocabulary has a lone surrogate, which no" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, monkeypatch):
     """From texts to a sample. Long documents are cut; the file travels with the shards and with the run."""
     monkeypatch.setattr(corpus, "JOB_CHARACTERS", 40)
-    path, text = tmp_path / "model", tmp_path / "a.txt"
+    path = tmp_path / "model"
+    text = tmp_path / "a.txt"
     shutil.copytree(folder("llama2"), path)
     text.write_text("".join(TEXTS))
     corpus.prepare(args(tmp_path / "data", f"hf:{path}", documents="line"), [str(text)])
     shutil.rmtree(path)
-    data, (_, reference) = open_data(tmp_path / "data"), both(folder("llama2"))
+    data = open_data(tmp_path / "data")
+    (_, reference) = both(folder("llama2"))
     found = sum(splits_of(tmp_path / "data").values(), [])
     documents = [[*ids] for end, ids in groupby(found, lambda i: i == reference.eos_token_id) if not end]
     assert sorted(documents) == sorted(theirs(reference, line) for line in text.read_text().split("\n") if line.strip())
     out = run(f"--dataset={tmp_path}/data", "--max_iters=2", "--warmup_iters=1", "--eval_interval=2")
-    assert (out / "tokenizer.json").read_bytes() == data.tokenizer.content and metrics(out)[-1]["val_bpb"] > 0
+    assert (out / "tokenizer.json").read_bytes() == data.tokenizer.content
+    assert metrics(out)[-1]["val_bpb"] > 0
     (out / "tokenizer.json").unlink()
     run(f"--dataset={tmp_path}/data", "--max_iters=4", "--warmup_iters=1", "--init_from=resume")
     shutil.rmtree(tmp_path / "data")
@@ -423,7 +444,8 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
 
 def test_spans_keep_blanks(folder, capsys, monkeypatch):
     ours = tokenizer_of(folder, "llama2")
-    V, rest = ours.vocab_size, ours.encode_rest(" café").tolist()
+    V = ours.vocab_size
+    rest = ours.encode_rest(" café").tolist()
     for prompt, fills, expected in (
         ("the<mask> on<mask>", [rest, ours.encode_rest(" a hill").tolist()], "the café on a hill\n"),
         ("<mask> on", [ours.encode("the café").tolist()], "the café on\n"),

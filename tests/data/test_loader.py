@@ -61,11 +61,14 @@ def test_idx_and_targets_are_views_of_one_buffer_that_stays():
     with closing(Loader(stream_of(1000), causal(16), 4)) as loader:
         held = [next(loader) for _ in range(20)]
     places = [[x.untyped_storage().data_ptr() for x in batch.values()] for batch in held]
-    assert all(x == y for x, y in places) and len({x for x, _ in places}) == 20
+    assert all(x == y for x, y in places)
+    assert len({x for x, _ in places}) == 20
 
 
 def test_works_ahead_but_not_far(monkeypatch):
-    stream, reads, read = stream_of(500), [], TokenStream.read
+    stream = stream_of(500)
+    reads = []
+    read = TokenStream.read
     monkeypatch.setattr(TokenStream, "read", lambda *args: reads.append(1) or read(*args))
     with closing(Loader(stream, causal(8), 1)) as loader:
         next(loader)
@@ -73,7 +76,8 @@ def test_works_ahead_but_not_far(monkeypatch):
         time.sleep(0.05)
         assert len(reads) == 1 + Loader.AHEAD
     loader.close()
-    assert list(loader) == [] and not loader._thread.is_alive()
+    assert list(loader) == []
+    assert not loader._thread.is_alive()
 
 
 @pytest.mark.parametrize("last", [10, -1])
@@ -82,19 +86,24 @@ def test_an_id_outside_the_vocabulary_reaches_no_batch(last):
     stream = TokenStream("numbers", shards_of(np.array([1, 2, 3, 4, last], dtype="<i4")), 10)
     with closing(Loader(stream, causal(4), 1)) as loader:
         assert "numbers has token id " in error(next, loader)
-        assert list(loader) == [] and not loader._thread.is_alive()
+        assert list(loader) == []
+        assert not loader._thread.is_alive()
 
 
 def test_an_evaluation_needs_no_list_of_all_windows(monkeypatch):
-    stream, starts = TokenStream("endless", [], 10, [("endless", 8 * 10**15 + 1, 1)]), set()
+    stream = TokenStream("endless", [], 10, [("endless", 8 * 10**15 + 1, 1)])
+    starts = set()
 
     def read(stream, start, end):
-        assert start % 8 == 0 and end - start == 9 and start < 8 * 10**15
+        assert start % 8 == 0
+        assert end - start == 9
+        assert start < 8 * 10**15
         starts.add(start)
         return np.full(9, 7)
 
     monkeypatch.setattr(TokenStream, "read", read)
-    assert len(list(eval_batches(stream, causal(8), 3, n_batches=2))) == 2 and len(starts) == 6
+    assert len(list(eval_batches(stream, causal(8), 3, n_batches=2))) == 2
+    assert len(starts) == 6
 
 
 def test_too_short_for_one_window():
@@ -114,7 +123,10 @@ def resident(kind: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
 def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
     """A file that is sparse except for the first token of each window that the test reads, which are from all over."""
-    size, T, B, n = 5 * 2**31, 1024, 64, 40
+    size = 5 * 2**31
+    T = 1024
+    B = 64
+    n = 40
     windows = order(np.arange(n * B), (size - 1) // T, 3)
     file = tmp_path / "train.bin"
     with open(file, "wb") as f:
@@ -123,16 +135,19 @@ def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
             os.pwrite(f.fileno(), struct.pack("<H", sample + 1), 2 * window * T)
     stream = open_data(tmp_path, vocab_size=65536).split("train")
     assert len(stream) == size
-    start, memory = time.process_time(), []
+    start = time.process_time()
+    memory = []
     with closing(Loader(stream, causal(T), B, seed=3)) as loader:
         for i in range(n):
             batch = next(loader)["idx"]
-            assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1)) and not batch[:, 1:].any()
+            assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1))
+            assert not batch[:, 1:].any()
             memory.append((resident("RssAnon"), resident("RssFile")))
     # The first batches allocate the memory that all later ones reuse. The pages of the later ones are 8,960 kB; a map
     # would load fifteen more pages with each.
     own, mapped = (after - before for before, after in zip(memory[4], memory[-1], strict=True))
-    assert own < 64_000 and mapped < 4000
+    assert own < 64_000
+    assert mapped < 4000
     assert time.process_time() - start < 5  # reading ahead takes tens of seconds
     file.unlink()  # at once, because some tools would write the holes out
 
@@ -160,7 +175,8 @@ SMALL = st.integers(1, 3)
 def oracles(name: str, sources: list[tuple[int, int]], **flags) -> tuple[TokenStream, oracle.Data]:
     """The numbers of `mixture_of` these (tokens, weight), and what the oracle reads of them."""
     f = SimpleNamespace(block_size=8, objective=name, own_vocab=10**9, eot=100, doc_mask=True, **flags)
-    f.corrupt_ratio, f.span_length = 0.4, 1.5
+    f.corrupt_ratio = 0.4
+    f.span_length = 1.5
     sizes, weights = map(list, zip(*sources, strict=True))
     ends = np.cumsum([0, *sizes]).tolist()
     splits = [dict.fromkeys(("train", "val"), [*range(a, b)]) for a, b in pairwise(ends)]
@@ -182,7 +198,8 @@ def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps
         options = dict(data_rank=rank, data_size=data_size, seed=seed, start=start)
         loader = ShortPlans(stream, corrupting(name), batch_size, micro_steps, **options)
         assert loader.epochs(99) == data.epochs(99)
-        first, expected = start, []
+        first = start
+        expected = []
         for share in (batch_size * n for n in micro_steps):
             expected += map(data.sample, range(first + rank * share, first + (rank + 1) * share))
             first += share * data_size
@@ -195,13 +212,16 @@ def test_ranks_and_resumes_change_nothing(name, sources, batch_size, micro_steps
 def test_evaluations_are_the_oracles(name, sources, batch_size, n_batches, data_size, seed):
     """For any number of ranks, which get equally many batches of one shape and stride."""
     stream, data = oracles(name, sources, seed=seed, batch_size=batch_size, eval_iters=n_batches)
-    found, counts, layouts = [], set(), set()
+    found = []
+    counts = set()
+    layouts = set()
     for rank in range(data_size):
         batches = list(eval_batches(stream, corrupting(name), batch_size, n_batches, rank, data_size, seed))
         found += rows_of(batches)
         counts.add(len(batches))
         layouts |= {str([(x.shape, x.stride(), x.storage_offset()) for x in batch.values()]) for batch in batches}
-    assert len(counts) == len(layouts) == 1 and all(min(row["idx"]) >= 0 for row in found)
+    assert len(counts) == len(layouts) == 1
+    assert all(min(row["idx"]) >= 0 for row in found)
     found = [row for row in found if max(row["targets"]) >= 0]
     ordered = partial(sorted, key=itemgetter("idx", "targets"))
     assert ordered(found) == ordered(data.evaluation("val"))

@@ -71,7 +71,8 @@ def test_sentencepiece_loses_what_it_has_no_bytes_for(tmp_path, capsys):
     assert all(entry["lost"] == 0 for entry in data.meta["splits"].values())
     assert "lost" not in capsys.readouterr().err
     tokenizer = lossy("unigram", "▁")
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     data = open_data(prepared(tmp_path / "lossy", tokenizer))
     assert data.meta["splits"]["val"]["lost"] == n_bytes(c for line in lines_of("val") for c in line if c not in KNOWN)
 

@@ -41,18 +41,21 @@ def chi_square(counts: list[int], expected: list[float]):
 )  # fmt: skip
 @settings(max_examples=50)
 def test_a_batch_is_the_oracles(name, doc_mask, T, B, ratio, span_length, eot_share, seed):
-    window, keys = texts(B, T, eot_share, seed), KEYS[seed % 1000 :][:B]
+    window = texts(B, T, eot_share, seed)
+    keys = KEYS[seed % 1000 :][:B]
     before = window.clone()
     objective = OBJECTIVE[name](V, 0, T, doc_mask, ratio, span_length)
     batch = objective(window, keys)
-    assert torch.equal(window, before) and all(tensor.dtype == torch.int64 for tensor in batch.values())
+    assert torch.equal(window, before)
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
     f = SimpleNamespace(own_vocab=V, eot=0, doc_mask=True, block_size=T, corrupt_ratio=ratio, span_length=span_length)
     rows = [getattr(oracle, name)(f, row, int(key)) for row, key in zip(window.tolist(), keys, strict=True)]
     wanted = rows[0].keys()
     if not doc_mask:
         wanted -= {"docs", "source_docs"}
     assert {key: x.tolist() for key, x in batch.items()} == {key: [row[key] for row in rows] for key in wanted}
-    assert objective.lengths == (len(rows[0]["idx"]), len(rows[0].get("source", []))) and max(objective.lengths) <= T
+    assert objective.lengths == (len(rows[0]["idx"]), len(rows[0].get("source", [])))
+    assert max(objective.lengths) <= T
     own_ids = {"causal": 0, "masked": 1, "seq2seq": oracle.span_counts(f)[1] + 1}
     assert objective.extra_ids == own_ids[name]
 
@@ -61,7 +64,8 @@ def test_what_stands_in_the_place_of_a_target():
     """At every position: 80 % the mask, 10 % any of the 8 ids (also the original), 10 % the original."""
     batch = Masked(8, None, 16, corrupt_ratio=0.5)(torch.full((len(KEYS), 17), 3), KEYS)
     shares = np.full(9, 0.1 / 8)
-    shares[8], shares[3] = 0.8, 0.1 + 0.1 / 8
+    shares[8] = 0.8
+    shares[3] = 0.1 + 0.1 / 8
     for position in range(16):
         idx = batch["idx"][:, position][batch["targets"][:, position] == 3]
         assert abs(len(idx) / len(KEYS) - 0.5) < 5 * 0.5 / len(KEYS) ** 0.5
@@ -94,7 +98,10 @@ def test_a_packed_document_is_as_if_alone(name, pos):
     window[0, [5, 14]] = window[1, [0, 1, 12]] = 0  # the first row begins inside a document
     objective = OBJECTIVE[name](V, 0, 24, True, 0.5, 2)
     batch = objective(window, KEYS[:2])
-    idx, docs, source, source_docs = batch["idx"], batch["docs"], batch.get("source"), batch.get("source_docs")
+    idx = batch["idx"]
+    docs = batch["docs"]
+    source = batch.get("source")
+    source_docs = batch.get("source_docs")
     assert all(len(set(row)) > 1 for row in docs.tolist())  # for seq2seq, the documents with a span
 
     def model(**flags) -> Model:
@@ -104,7 +111,8 @@ def test_a_packed_document_is_as_if_alone(name, pos):
 
     torch.manual_seed(2)
     weights = torch.randn(2, idx.size(1), V + objective.extra_ids, dtype=torch.float64)  # of the logits
-    packed, plain = model(doc_mask=True, doc_positions=True), model()
+    packed = model(doc_mask=True, doc_positions=True)
+    plain = model()
     logits = packed(idx, docs=docs, source=source, source_docs=source_docs)
     (logits * weights).sum().backward()
     for row in range(2):

@@ -59,21 +59,24 @@ def test_shards_and_masks_equal_a_naive_loop(tmp_path, small, name, threads):
     expected = {"train": ([], []), "val": ([], [])}
     for number, (source, target) in enumerate(ROWS):
         ids, marks = expected["val" if validates(number, 0.2) else "train"]
-        a, b = list(source.encode()) or [EOT], [*target.encode(), EOT]
+        a = list(source.encode()) or [EOT]
+        b = [*target.encode(), EOT]
         ids += a + b
         marks += [2, *[0] * (len(a) - 1), *[1] * len(b)]
     data = open_data(tmp_path / "out", verify=True)
     for split, (ids, marks) in expected.items():
         stream = data.split(split)
         assert len(stream.shards) == len(stream.mask.shards) > 1
-        assert read_all(stream) == ids and read_all(stream.mask) == marks
+        assert read_all(stream) == ids
+        assert read_all(stream.mask) == marks
 
 
 def test_a_chat_has_the_assistants_contents_as_targets(tmp_path):
     path = write_records(tmp_path / "chats.parquet", [{"messages": CHAT}] * 9)
     stream = open_data(prepare(path, tmp_path / "out", "messages", val_fraction=0.5)).split("train")
     n = len(stream) // len(documents(stream))
-    ids, marks = read_all(stream)[:n], read_all(stream.mask)[:n]
+    ids = read_all(stream)[:n]
+    marks = read_all(stream.mask)[:n]
     text = "<|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\nHello.<|user|>\n?\n<|assistant|>\n!."
     assert bytes(46 if i == EOT else i for i in ids).decode() == text
     assert "".join(c if m & 1 else " " for c, m in zip(text, marks, strict=True)).split() == ["Hello.", "!."]
@@ -93,7 +96,8 @@ def test_a_source_begins_a_text_and_a_target_goes_on():
             return ByteTokenizer.encode(self, text)
 
     ids, marks = encode(Llama(), [("ab", False), ("c", True)])
-    assert ids.tolist() == [1, *b" abc", EOT] and marks.tolist() == [2, 0, 0, 0, 1, 1]
+    assert ids.tolist() == [1, *b" abc", EOT]
+    assert marks.tolist() == [2, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("record, pairs, flags, words", [
@@ -114,7 +118,8 @@ def test_what_has_no_pairs_is_refused(tmp_path, record, pairs, flags, words):
     if record:
         path = write_records(tmp_path / "x.jsonl", [record])
     message = error(prepare, path, tmp_path / "out", pairs, **flags)
-    assert words.replace(":1", f"{path}:1") in message and not holds_files(tmp_path / "out")
+    assert words.replace(":1", f"{path}:1") in message
+    assert not holds_files(tmp_path / "out")
 
 
 def opened(folder: Path, split: str = "train", **flags):
@@ -142,15 +147,19 @@ def written(folder: Path, docs: list[tuple[int, list[tuple[int, int]]]], shard: 
 @given(st.lists(DOC, min_size=3, max_size=30), st.integers(0, 9), st.integers(5, 50), st.sampled_from([*PAIRS]))
 @settings(max_examples=15)
 def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, shard, name):
-    folder, sizes = tmp_path_factory.mktemp("drawn"), []
+    folder = tmp_path_factory.mktemp("drawn")
+    sizes = []
     for source, targets in docs:
         total = source + sum(a + b for a, b in targets)
         sizes.append([total] if name == "causal" else [source + 1, total - source])
     limit = max(map(max, sizes)) + more
     T = limit - (name == "causal")
     stream, objective, cfg = opened(written(folder, docs, shard), block_size=T, objective=name)
-    assert cfg.pairs is True and cfg.doc_mask and cfg.doc_positions
-    groups, room = [], None
+    assert cfg.pairs is True
+    assert cfg.doc_mask
+    assert cfg.doc_positions
+    groups = []
+    room = None
     for i, size in enumerate(sizes):
         room = room and [a - b for a, b in zip(room, size, strict=True)]
         if room is None or min(room) < 0:
@@ -158,17 +167,24 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
             room = [limit - a for a in size]
         groups[-1].append(i)
     assert count_windows(stream, T) == len(groups)
-    ids, marks, found = read_all(stream), read_all(stream.mask), documents(stream).tolist()
+    ids = read_all(stream)
+    marks = read_all(stream.mask)
+    found = documents(stream).tolist()
     for group, row in zip(groups, rows_of(eval_batches(stream, objective, 1)), strict=True):
         n = len(group)
         if name == "causal":
-            start, end = found[group[0]][0], found[group[-1]][2]
+            start = found[group[0]][0]
+            end = found[group[-1]][2]
             assert row["idx"] == padded(ids[start:end], T, 0)
             assert row["targets"] == padded([ids[t] if marks[t] & 1 else -1 for t in range(start + 1, end)], T, -1)
             numbers = [k for k, i in enumerate(group) for _ in range(sizes[i][0])]
             assert [number - row["docs"][0] for number in row["docs"]] == padded(numbers, T, n)
             continue
-        source, source_docs, idx, targets, numbers = [], [], [], [], []
+        source = []
+        source_docs = []
+        idx = []
+        targets = []
+        numbers = []
         for k, i in enumerate(group):
             first, target, end = found[i]
             source += [*ids[first:target], EOT]
@@ -176,9 +192,12 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
             idx += [EOT, *ids[target : end - 1]]
             targets += [ids[t] if marks[t] & 1 else -1 for t in range(target, end)]
             numbers += [k] * (end - target)
-        assert row["source"][: len(source)] == source and row["source_docs"] == padded(source_docs, T, n)
-        assert row["idx"][: len(idx)] == idx and row["targets"] == padded(targets, T, -1)
-        assert row["docs"] == padded(numbers, T, numbers[-1]) and len(row["source"]) == len(row["idx"]) == T
+        assert row["source"][: len(source)] == source
+        assert row["source_docs"] == padded(source_docs, T, n)
+        assert row["idx"][: len(idx)] == idx
+        assert row["targets"] == padded(targets, T, -1)
+        assert row["docs"] == padded(numbers, T, numbers[-1])
+        assert len(row["source"]) == len(row["idx"]) == T
 
 
 def padded(values: list[int], length: int, fill: int) -> list[int]:
@@ -212,7 +231,8 @@ def test_a_step_is_the_mean_over_all_its_targets(tmp_path, run, name):
 
 def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
     """A model of text goes on with pairs, and that of pairs with text: the new data say which tokens are targets."""
-    flags, data = [*TINY, "--block_size=24", "--max_iters=2", "--eval_interval=0"], prepared(tmp_path)
+    flags = [*TINY, "--block_size=24", "--max_iters=2", "--eval_interval=0"]
+    data = prepared(tmp_path)
     start = ["--init_from=scratch"]
     runs = [("text", tiny_data, "False"), ("pairs", data, "True"), ("again", tiny_data, "False")]
     for name, dataset, settled in runs:
@@ -223,9 +243,12 @@ def test_a_new_run_asks_its_own_data(tmp_path, tiny_data):
 
 def test_wrong_masks_are_refused(tmp_path):
     (tmp_path / "other").mkdir()
-    out, other = prepared(tmp_path), prepared(tmp_path / "other")
-    text, mask = (out / "meta.json").read_text(), out / "train_mask_000000.bin"
-    meta, content = json.loads(text), mask.read_bytes()
+    out = prepared(tmp_path)
+    other = prepared(tmp_path / "other")
+    text = (out / "meta.json").read_text()
+    mask = out / "train_mask_000000.bin"
+    meta = json.loads(text)
+    content = mask.read_bytes()
     tokens = np.frombuffer(content[1024:], "<u2")
     n, m = (meta["splits"][split]["tokens"] for split in ("train", "val"))
     for split, change, words in (
@@ -276,7 +299,8 @@ def test_where_a_pair_lies_changes_nothing(tmp_path, pos, anew):
 def test_pairs_false_trains_on_all_tokens(tmp_path):
     stream, objective, cfg = opened(prepared(tmp_path), block_size=16, pairs=False)
     first = rows_of(eval_batches(stream, objective, 1))[0]
-    assert first == {"idx": read_all(stream)[:16], "targets": read_all(stream)[1:17]} and not cfg.doc_mask
+    assert first == {"idx": read_all(stream)[:16], "targets": read_all(stream)[1:17]}
+    assert not cfg.doc_mask
 
 
 @pytest.fixture(scope="module")
@@ -298,13 +322,16 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     figures = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     stream = open_data(translators / "out").split("val")
-    rows, ids = documents(stream).tolist(), read_all(stream)
+    rows = documents(stream).tolist()
+    ids = read_all(stream)
     texts = [(bytes(ids[a:b]).decode(), bytes(ids[b : c - 1]).decode()) for a, b, c in rows]
-    assert [(line["source"], line["target"]) for line in lines] == texts and {*texts} <= {*WORDS.items()}
+    assert [(line["source"], line["target"]) for line in lines] == texts
+    assert {*texts} <= {*WORDS.items()}
     assert figures["exact_match"] == np.mean([line["answer"] == line["target"] for line in lines]) > 0.5
     path, model, tokenizer = weights.alone(str(translators / name), torch.device("cpu"), torch.float32)
     for line in lines:
-        source, out = torch.tensor([list(line["source"].encode())]), []
+        source = torch.tensor([list(line["source"].encode())])
+        out = []
         while len(out) < 24 and out[-1:] != [EOT]:
             if name == "causal":
                 logits = model(torch.cat((source, torch.tensor([out], dtype=torch.int64)), dim=1))
@@ -315,7 +342,8 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     evaluate.main(flags)
     assert f"; {figures['exact_match']:.2%} exact matches" in capsys.readouterr().out
     evaluate.main([*flags, "--batch_size=2", "--eval_iters=1"])
-    assert [json.loads(line) for line in file.read_text().splitlines()] == lines[:2] and capsys.readouterr()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines[:2]
+    assert capsys.readouterr()
     written, greedy = {"causal": ("cdeCDE\n", ["--temperature=0"]), "seq2seq": ("CDE\n", [])}[name]  # a default
     sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *greedy])
     assert capsys.readouterr().out == written
@@ -341,7 +369,8 @@ def test_a_model_of_texts_is_evaluated_on_pairs(tmp_path, tiny_data, capsys):
 
 
 def test_an_answer_has_no_token_of_the_padding(monkeypatch):
-    model, logits = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=320)).eval(), Model.logits
+    model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=320)).eval()
+    logits = Model.logits
     monkeypatch.setattr(Model, "logits", lambda self, x: logits(self, x) + 1e4 * (torch.arange(320) > EOT))
     [answer] = greedy(model, ByteTokenizer(), torch.tensor([[*b"ab"]]))
     assert all(i < EOT for i in answer)
@@ -385,7 +414,8 @@ def test_numbers_in_words(call, tmp_path):
     assert {n: (numbers.english(n), numbers.german(n)) for n in known} == known
     assert len({numbers.english(n) for n in range(10**4)}) == len({numbers.german(n) for n in range(10**4)}) == 10**4
     code, out, _ = call("numbers", f"--out={tmp_path / 'out'}")
-    assert code == 0 and out.startswith("29,000 + 1,000 pairs, ")
+    assert code == 0
+    assert out.startswith("29,000 + 1,000 pairs, ")
     texts = []
     for split in ("train", "val"):
         stream = open_data(tmp_path / "out", verify=True).split(split)

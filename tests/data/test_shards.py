@@ -38,9 +38,12 @@ def test_written_bytes_are_the_format(tmp_path):
         for document in (tokens[:30], tokens[30:170], tokens[170:240], tokens[240:]):
             out.add("train", np.array(document))
     meta = json.loads((tmp_path / "meta.json").read_text())
-    assert meta["vocab_size"] == 257 and meta["eot"] == 256 and meta["tokenizer"] == {"kind": "byte"}
+    assert meta["vocab_size"] == 257
+    assert meta["eot"] == 256
+    assert meta["tokenizer"] == {"kind": "byte"}
     assert meta["tokenizer_hash"] == ByteTokenizer().hash
-    assert meta["splits"]["train"]["tokens"] == 250 and meta["splits"]["train"]["documents"] == 4
+    assert meta["splits"]["train"]["tokens"] == 250
+    assert meta["splits"]["train"]["documents"] == 4
     for i, (part, shard) in enumerate(zip(parts, meta["splits"]["train"]["shards"], strict=True)):
         assert (tmp_path / f"train_{i:06d}.bin").read_bytes() == shard_bytes(part)
         digest = hashlib.sha256(shard_bytes(part)).hexdigest()
@@ -71,9 +74,13 @@ def test_raw_nanogpt_files(tmp_path, monkeypatch):
     (tmp_path / "train.bin").write_bytes(struct.pack("<4H", *tokens))
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     message = error(open_data, tmp_path)
-    assert "pass --vocab_size=N" in message and "echo '{\"vocab_size\": N}' >" in message and "meta.pkl" in message
+    assert "pass --vocab_size=N" in message
+    assert "echo '{\"vocab_size\": N}' >" in message
+    assert "meta.pkl" in message
     data = open_data(tmp_path, vocab_size=65)
-    assert read_all(data.split("train")) == tokens and data.vocab_size == 65 and data.tokenizer is None
+    assert read_all(data.split("train")) == tokens
+    assert data.vocab_size == 65
+    assert data.tokenizer is None
     (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
     assert read_all(open_data(tmp_path).split("train")) == tokens
     hashes = open_data(tmp_path).split("train").hashes
@@ -106,7 +113,8 @@ def test_megatron_pairs(tmp_path, code, letter):
         (tmp_path / f"{name}.idx").write_bytes(index_bytes([1, 0, len(part) - 1], [0, 1, 3], code, width))
     (tmp_path / "other.idx").touch()
     data = open_data(tmp_path, vocab_size=102)
-    assert read_all(data.split("train")) == tokens and read_all(data.split("val")) == tokens[2:]
+    assert read_all(data.split("train")) == tokens
+    assert read_all(data.split("val")) == tokens[2:]
 
 
 @pytest.mark.parametrize("text, weights", [
@@ -170,7 +178,9 @@ def test_damaged_file_is_one_line(tmp_path, kind, content, fact):
     assert error(open_data(folder).split, "train").endswith("copy or prepare it again")
     (folder / "prepare.py").touch()
     message = error(open_data(folder).split, "train")
-    assert str(folder) in message and fact in message and message.endswith(f"run python {folder}/prepare.py")
+    assert str(folder) in message
+    assert fact in message
+    assert message.endswith(f"run python {folder}/prepare.py")
     assert read_all(open_data(folder).split("val")) == list(range(100, 150))  # the other split is readable
 
 
@@ -196,9 +206,12 @@ def test_any_damage_is_one_line_or_does_no_harm(tmp_path_factory, data):
     try:
         tokens = read_all(open_data(folder, vocab_size=257).split("train"))
     except ValueError as e:
-        assert "\n" not in str(e) and "; " in str(e) and str(folder) in str(e)
+        assert "\n" not in str(e)
+        assert "; " in str(e)
+        assert str(folder) in str(e)
     else:
-        assert damage == "flip" and tokens == list(range(200))
+        assert damage == "flip"
+        assert tokens == list(range(200))
 
 
 def test_token_ids_outside_the_vocabulary(tmp_path):
@@ -213,7 +226,8 @@ def test_only_verify_reads_a_shard(tmp_path, monkeypatch):
     """On every rank."""
     (tmp_path / "train.bin").write_bytes(b"ab")
     message = error(open_data(tmp_path, vocab_size=65_536, verify=True).split, "train")
-    assert "train.bin cannot be verified" in message and message.endswith("pass --verify_data=False")
+    assert "train.bin cannot be verified" in message
+    assert message.endswith("pass --verify_data=False")
     folder = write_set(tmp_path / "set")
     (folder / "train_000000.bin").write_bytes(shard_bytes([60_000] * 200))
     assert len(open_data(folder).split("train")) == 200  # else each start of a run would read all data
@@ -228,7 +242,8 @@ def test_names_paths_and_what_is_missing(tmp_path, monkeypatch):
     (tmp_path / "data/pycode").mkdir(parents=True)
     (tmp_path / "data/pycode/prepare.py").touch()
     message = error(open_data, "pycode")
-    assert message.startswith("data/pycode is not prepared") and message.endswith("run python data/pycode/prepare.py")
+    assert message.startswith("data/pycode is not prepared")
+    assert message.endswith("run python data/pycode/prepare.py")
     write_set("data/pycode")
     write_set("elsewhere", train=range(7))
     assert len(open_data("pycode").split("train")) == 200
@@ -293,12 +308,14 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
         (folder / name).write_text("mine")
         message = f"{name} was not written by this command; choose another --out"
         assert message in error(write_set, folder)
-        assert {*os.listdir(folder)} == {".lock", name} and (folder / name).read_text() == "mine"
+        assert {*os.listdir(folder)} == {".lock", name}
+        assert (folder / name).read_text() == "mine"
     folder = tmp_path / "preparing"
     folder.mkdir()
     (folder / ".preparing").symlink_to(other)
     error(write_set, folder)
-    assert {*os.listdir(folder)} == {".lock", ".preparing"} and os.listdir(other) == ["mine"]
+    assert {*os.listdir(folder)} == {".lock", ".preparing"}
+    assert os.listdir(other) == ["mine"]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
@@ -309,7 +326,8 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: Path("/dev/full").write_bytes(b"x"))
     with pytest.raises(OSError, match="No space"):
         files.write_file(tmp_path / "a", b"newest")
-    assert (tmp_path / "a").read_bytes() == b"newer" and sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert (tmp_path / "a").read_bytes() == b"newer"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])

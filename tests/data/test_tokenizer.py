@@ -45,7 +45,8 @@ def test_char_ids_are_nanogpts(text):
     tok = CharTokenizer(text)
     assert tok.encode(text).tolist() == [table[c] for c in text]
     assert tok.decode(tok.encode(text)) == text
-    assert tok.vocab_size == len(table) and tok.eot is None
+    assert tok.vocab_size == len(table)
+    assert tok.eot is None
     assert r"vocabulary lacks characters of the text, such as '\udcff'; leave" in error(tok.encode, text + "\udcff")
 
 
@@ -55,7 +56,8 @@ def test_byte_keeps_any_bytes(content):
     text = content.decode("utf-8", "surrogateescape")
     assert tok.decode_bytes(tok.encode(text)) == content
     if text == repaired(text):
-        assert bytes(tok.encode(text).tolist()) == text.encode() and tok.decode(tok.encode(text)) == text
+        assert bytes(tok.encode(text).tolist()) == text.encode()
+        assert tok.decode(tok.encode(text)) == text
 
 
 @given(st.text(ANY_CHARACTER))
@@ -95,11 +97,14 @@ def test_a_run_needs_no_table_of_gpt2(small_gpt2, run, tmp_path, monkeypatch, ca
     write_text(tmp_path / "data", tokenizer, MIXED * 9)
     monkeypatch.setattr("tiktoken.load.read_file_cached", Mock(side_effect=ConnectionError("Max retries\nexceeded")))
     flags = [f"--dataset={tmp_path / 'data'}", "--max_iters=2", "--eval_interval=1", "--warmup_iters=0"]
-    assert metrics(run(*flags, out="with"))[-1]["val_bpb"] > 0 and (tmp_path / "with" / "vocab.bpe").exists()
+    assert metrics(run(*flags, out="with"))[-1]["val_bpb"] > 0
+    assert (tmp_path / "with" / "vocab.bpe").exists()
     (tmp_path / "data" / "vocab.bpe").unlink()
     capsys.readouterr()
     last = metrics(run(*flags, out="without"))[-1]
-    assert last["val_loss"] > 0 and last["val_bpb"] is None and "TIKTOKEN_CACHE_DIR" in "".join(capsys.readouterr())
+    assert last["val_loss"] > 0
+    assert last["val_bpb"] is None
+    assert "TIKTOKEN_CACHE_DIR" in "".join(capsys.readouterr())
 
 
 def test_gpt2s_table_travels_with_the_data(small_gpt2, tmp_path, monkeypatch):
@@ -109,7 +114,8 @@ def test_gpt2s_table_travels_with_the_data(small_gpt2, tmp_path, monkeypatch):
     tokenizer.save(tmp_path / "data")
     for below in ("data", "data/step_00000001"):
         again = from_spec({"kind": "gpt2"}, tmp_path / below)
-        assert again.encode(MIXED).tolist() == ids.tolist() and again.decode(ids) == MIXED
+        assert again.encode(MIXED).tolist() == ids.tolist()
+        assert again.decode(ids) == MIXED
     from_spec({"kind": "gpt2"}, tmp_path / "data").save(tmp_path / "run")
     assert [p.read_bytes() for p in (tmp_path / "run").iterdir()] == [small_gpt2]
     (tmp_path / "data" / "vocab.bpe").write_bytes(small_gpt2 + b"x")
@@ -121,8 +127,10 @@ def test_gpt2_is_tiktokens_ordinary_encoding(gpt2):
     theirs = tiktoken.get_encoding("gpt2")
     for text in ("Hello world<|endoftext|> \n\n    def main(self): it's 12\t \n ", "\udcffa\ud800", MIXED, *SOURCES):
         ids = gpt2.encode(text)
-        assert ids.dtype == np.int64 and ids.tolist() == theirs.encode_ordinary(text)
-        assert gpt2.decode(ids) == repaired(text) and gpt2.eot not in ids
+        assert ids.dtype == np.int64
+        assert ids.tolist() == theirs.encode_ordinary(text)
+        assert gpt2.decode(ids) == repaired(text)
+        assert gpt2.eot not in ids
         assert gpt2.byte_lengths[ids].sum() == len(repaired(text).encode())
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
     assert gpt2.token_bytes[:-1] == [theirs.decode_single_token_bytes(i) for i in range(gpt2.eot)]
@@ -130,7 +138,8 @@ def test_gpt2_is_tiktokens_ordinary_encoding(gpt2):
 
 def test_letters_of_bytes_and_the_vocabulary_are_those_of_hugging_face():
     level = ByteLevel(add_prefix_space=False, use_regex=False)
-    assert set(LETTERS) == set(ByteLevel.alphabet()) and sorted(LETTERS.values()) == list(range(256))
+    assert set(LETTERS) == set(ByteLevel.alphabet())
+    assert sorted(LETTERS.values()) == list(range(256))
     [(shown, _)] = level.pre_tokenize_str("".join(map(chr, range(0x800))))
     assert bytes(LETTERS[c] for c in shown) == "".join(map(chr, range(0x800))).encode()
     assert [BPE.token_bytes[i] for i in range(1000) if i != BPE.eot] == [HF_BYTES[i] for i in range(999)]
@@ -142,7 +151,9 @@ def test_letters_of_bytes_and_the_vocabulary_are_those_of_hugging_face():
 def test_bpe_encodes_as_hugging_face(text):
     ids = BPE.encode(text)
     assert [BPE.token_bytes[i] for i in ids] == [HF_BYTES[i] for i in HF.encode(text).ids]
-    assert ids.dtype == np.int64 and BPE.eot not in ids and BPE.decode(ids) == text
+    assert ids.dtype == np.int64
+    assert BPE.eot not in ids
+    assert BPE.decode(ids) == text
 
 
 def test_the_same_text_always_gives_the_same_ids():
@@ -162,7 +173,8 @@ def test_bpe_larger_than_the_text_supports():
     assert "bpe:260 is larger than the text supports; use bpe:259 or" in error(train_bpe, texts, 260)
     tok = train_bpe(texts, 259)
     pieces = [tok.token_bytes[i] for i in tok.encode("xyabcabab")]
-    assert tok.token_bytes[257:] == [b"ab", b"abc"] and pieces == [b"x", b"y", b"abc", b"ab", b"ab"]
+    assert tok.token_bytes[257:] == [b"ab", b"abc"]
+    assert pieces == [b"x", b"y", b"abc", b"ab", b"ab"]
     assert train_bpe([], 257).decode_bytes(train_bpe([], 257).encode("é")[:1]) == b"\xc3"
 
 

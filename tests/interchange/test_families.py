@@ -27,7 +27,12 @@ from tests.helpers import IN_FLOAT64, distance, losses, metrics, refused, weight
 from tests.models import jitter
 
 transformers.utils.logging.disable_progress_bar()
-L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py
+L = 3
+H = 6
+HKV = 2
+C = 48
+T = 24
+V = 29  # names as in model.py
 WINDOW = 5
 SIZES = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None, vocab_size=V)
 LONG = SIZES | dict(num_hidden_layers=L, num_attention_heads=H, hidden_size=C, max_position_embeddings=T)
@@ -80,7 +85,8 @@ def ours(weights) -> Model:
     """Our model with the weights of read_hf, which it does not draw before."""
     with torch.device("meta"):
         model = Model(ModelConfig(**weights.flags))
-    assert list(weights) == [name for name, _ in model.named_parameters()] and len(weights) == len(list(weights))
+    assert list(weights) == [name for name, _ in model.named_parameters()]
+    assert len(weights) == len(list(weights))
     tensors = dict(weights)
     assert {x.dtype for x in tensors.values()} == {torch.float32}
     model.load_state_dict(tensors, strict=False, assign=True)  # the shapes must be the same
@@ -116,13 +122,17 @@ def test_in_and_out(tmp_path, name):
     write(tmp_path / "ours", model)
     assert read_hf(tmp_path / "ours").flags == weights.flags
     again = loaded(tmp_path / "ours")
-    assert type(again) is type(reference) and again.dtype == torch.float32
+    assert type(again) is type(reference)
+    assert again.dtype == torch.float32
     assert_same_logits(model, again)
     if name not in FOLDED:
-        before, after = reference.state_dict(), again.state_dict()
-        assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)
+        before = reference.state_dict()
+        after = again.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[each], after[each]) for each in before)
 
-    prompt, n = tokens(8), 6  # more than a window
+    prompt = tokens(8)
+    n = 6  # more than a window
     options = dict(max_new_tokens=n, do_sample=False, attention_mask=torch.ones_like(prompt))
     text = torch.stack(list(generate(model, prompt, n, lambda z: z.argmax(-1))), dim=1)
     assert torch.equal(text, again.generate(prompt, **options)[:, 8:])
@@ -212,7 +222,8 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name):
-    config, (n_params, flags) = PUBLISHED[name], KNOWN[name]
+    config = PUBLISHED[name]
+    (n_params, flags) = KNOWN[name]
     found = FAMILIES[config["model_type"]].flags(config)
     assert {name: found.get(name) for name in flags} == flags
     assert sum(shape.numel() for shape in shapes_of(ModelConfig(**found)).values()) == n_params
@@ -242,7 +253,8 @@ def folder(tmp_path):
 
 def test_shards(folder, monkeypatch):
     """All that lie there are read, and a number only when it is used; what is in none of them or in two is named."""
-    one, many = read_hf(folder / "llama"), read_hf(folder / "shards")
+    one = read_hf(folder / "llama")
+    many = read_hf(folder / "shards")
     used = []
     make = Pretrained._tensor
     monkeypatch.setattr(Pretrained, "_tensor", lambda weights, name: used.append(name) or make(weights, name))
@@ -323,7 +335,8 @@ def test_damaged_folders(folder):
         damage(folder / "damaged")
         with pytest.raises((ValueError, OSError), match=words) as error:
             dict(read_hf(folder / "damaged"))
-        assert re.fullmatch(r".*(; |, such as ).*", str(error.value)) and len(str(error.value)) < 500
+        assert re.fullmatch(r".*(; |, such as ).*", str(error.value))
+        assert len(str(error.value)) < 500
         shutil.rmtree(folder / "damaged")
 
 
@@ -333,7 +346,8 @@ def test_a_model_of_the_hub(folder, monkeypatch):
     others = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.onnx"]
 
     def download(name, **patterns):
-        assert name == "org/model" and sorted(filter_repo_objects(wanted + others, **patterns)) == wanted
+        assert name == "org/model"
+        assert sorted(filter_repo_objects(wanted + others, **patterns)) == wanted
         return str(folder / "llama")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -376,16 +390,19 @@ def test_training_starts_from_hugging_face(run, many, tiny_data, tmp_path):
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
     assert metrics(alone)[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
     stored = (alone / "config.py").read_text()
-    assert "vocab_size = 271" in stored and "norm = 'rmsnorm'" in stored
+    assert "vocab_size = 271" in stored
+    assert "norm = 'rmsnorm'" in stored
 
     layouts = {"fsdp, wide": ["--parallel=fsdp", IN_FLOAT64], "tp, wide": ["--tp=2", IN_FLOAT64], "tp": ["--tp=2"]}
     together = many(2, *((name, [*flags, *layout]) for name, layout in layouts.items()))
     for name in ("fsdp, wide", "tp, wide"):
         assert distance(losses(together / name), losses(alone)) < 1e-9, name
     export(together / "tp", tmp_path / "exported")
-    exported, trained = read_hf(tmp_path / "exported"), weights_in(alone)
+    exported = read_hf(tmp_path / "exported")
+    trained = weights_in(alone)
     assert all((exported[each] - x).abs().max() < 1e-4 for each, x in trained.items())
-    assert exported["head.weight"].shape == (271, 16) and exported.keys() == trained.keys()
+    assert exported["head.weight"].shape == (271, 16)
+    assert exported.keys() == trained.keys()
 
 
 def test_export_of_a_run(trained, tmp_path, capsys):
@@ -393,7 +410,8 @@ def test_export_of_a_run(trained, tmp_path, capsys):
     left.mkdir()
     (left / ".lock").touch()
     export(trained / "best", tmp_path / "out", "--dtype=bfloat16")
-    assert "the weights of" in capsys.readouterr().out and not list(tmp_path.glob(".tmp-*"))
+    assert "the weights of" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".tmp-*"))
     export(trained, tmp_path / "exact")
     _, model, _ = alone(str(trained), torch.device("cpu"), torch.float32)
     reference = loaded(tmp_path / "exact")
@@ -414,10 +432,14 @@ def test_export_of_a_run(trained, tmp_path, capsys):
 def test_remote_code(trained, tmp_path, modules_cache):
     export(trained, tmp_path / "out", "--remote_code=True", "--dtype=float16")
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["eos_token_id"] == 256 and config["flags"]["n_embd"] == 16
+    assert config["eos_token_id"] == 256
+    assert config["flags"]["n_embd"] == 16
     reference = loaded(tmp_path / "out", trust_remote_code=True)
-    found, expected, again = reference.model.state_dict(), weights_in(trained), read_hf(tmp_path / "out")
-    assert expected and all(torch.equal(found[name], x.half()) for name, x in expected.items())
+    found = reference.model.state_dict()
+    expected = weights_in(trained)
+    again = read_hf(tmp_path / "out")
+    assert expected
+    assert all(torch.equal(found[name], x.half()) for name, x in expected.items())
     assert all(torch.equal(again[name], x.half().float()) for name, x in expected.items())
     assert again.flags == {name: config["flags"][name] for name in again.flags}
     few = config["flags"] | {"n_layer": 9}
@@ -476,7 +498,8 @@ def test_two_exports_into_one_folder(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "read", slow)
     said = "out was written by another program meanwhile; name another"
     refused(commands.main, ["export", trained, tmp_path / "out", "--remote_code=True"], capsys, [said])
-    assert read_hf(tmp_path / "out").family is FAMILIES["gpt2"] and not list((tmp_path / "precious").iterdir())
+    assert read_hf(tmp_path / "out").family is FAMILIES["gpt2"]
+    assert not list((tmp_path / "precious").iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-out", "out", "precious"]
 
 

@@ -79,8 +79,10 @@ class Folder:
     `asked` has the public attributes of its config that transformers asks for, and the other names of these."""
 
     def __init__(self, name: str, where):
-        self.where, base = where, transformers.PreTrainedConfig
-        asked, get = set(), base.__getattribute__
+        self.where = where
+        base = transformers.PreTrainedConfig
+        asked = set()
+        get = base.__getattribute__
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(base, "__getattribute__", lambda self, key: asked.add(key) or get(self, key))
             reference = build(name)
@@ -89,7 +91,8 @@ class Folder:
         methods = set(dir(kind)) - set(kind.__dataclass_fields__)
         self.asked = {each for each in asked - methods if not each.startswith("_")} | kind.attribute_map.keys()
         reference.save_pretrained(where)
-        self.config, self.weights = json.loads((where / "config.json").read_text()), reference.state_dict()
+        self.config = json.loads((where / "config.json").read_text())
+        self.weights = reference.state_dict()
 
     def theirs(self) -> torch.Tensor | None:
         try:
@@ -108,7 +111,8 @@ class Folder:
         try:
             model = ours(read_hf(self.where))
         except ValueError as error:
-            assert "\n" not in str(error) and len(str(error)) < 500
+            assert "\n" not in str(error)
+            assert len(str(error)) < 500
             return False
         if (expected := self.theirs()) is None:
             return False
@@ -127,7 +131,8 @@ def test_each_key_counts_as_in_transformers(tmp_path, name, step):
     """Of the edits of one key, a family makes an eighth, each one another; make slow makes all of them."""
     folder = Folder(name, tmp_path)
     names = (folder.asked | folder.config.keys() | {*MORE, *NEUTRAL}) - UNREAD
-    assert len(names) > 40 and "is_causal" in names
+    assert len(names) > 40
+    assert "is_causal" in names
     edits = [{key: value} for key in sorted(names) for value in others(folder.config.get(key))]
     assert sum(folder.compare(**edit) for edit in edits[NAMES.index(name) % step :: step]) >= 9 // step
     for what, (changes, _, equal) in [(what, edit) for what, edit in EDITS.items() if name.startswith(edit[1])]:

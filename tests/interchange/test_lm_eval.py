@@ -43,7 +43,8 @@ def type_in(line: str, cache: Path) -> None:
 
 def log_likelihoods(run: Path) -> list[list[float]]:
     _, model, tokenizer = weights.alone(str(run), torch.device("cpu"), torch.float32)
-    model, out = model.double(), []
+    model = model.double()
+    out = []
     for question, choices in QUESTIONS:
         scores = []
         for choice in choices:

@@ -21,7 +21,8 @@ ARGS = dict(n_layer=2, n_head=3, n_embd=12, block_size=8, vocab_size=11, bias=Tr
 
 
 def nanogpt_state(n_layer, n_embd, block_size, vocab_size, bias, **_):
-    C, state = n_embd, {}
+    C = n_embd
+    state = {}
 
     def add(name, *shape):
         state[f"transformer.{name}.weight"] = torch.randn(shape) * 0.3
@@ -97,7 +98,8 @@ def test_training_starts_from_a_nanogpt_checkpoint(in_this_process, tiny_data, t
     logits = gpt2_logits(weights, sizes, rows[:, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
     found = [line["val_loss"] for line in metrics(tmp_path / "out") if "val_loss" in line]
-    assert found[0] == pytest.approx(expected, abs=1e-5) and found[-1] < found[0]
+    assert found[0] == pytest.approx(expected, abs=1e-5)
+    assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
@@ -105,7 +107,9 @@ def test_reads_what_nanogpt_writes(tmp_path, prefix):
     state = nanogpt_state(**ARGS)
     file = write(tmp_path / "ckpt.pt", model={prefix + name: t for name, t in state.items()})
     model_args, tensors, config = read_nanogpt(file)
-    assert model_args == ARGS and tensors.keys() == state.keys() and config["dataset"] == "shakespeare_char"
+    assert model_args == ARGS
+    assert tensors.keys() == state.keys()
+    assert config["dataset"] == "shakespeare_char"
     assert all(torch.equal(tensors[name], state[name]) for name in state)
 
 
@@ -115,7 +119,8 @@ def test_export(tmp_path, capsys):
     assert "no tokenizer is written: " in capsys.readouterr().err
     tensors = from_nanogpt(*read_nanogpt(file)[:2])
     exported = read_hf(tmp_path / "out")
-    assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], x) for name, x in tensors.items())
+    assert exported.keys() == tensors.keys()
+    assert all(torch.equal(exported[name], x) for name, x in tensors.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -126,8 +131,10 @@ def test_older_checkpoints_and_other_dtypes(dtype):
     state["lm_head.weight"] = state["transformer.wte.weight"]
     wide = {name: tensor.detach().float() for name, tensor in state.items()}
     state["transformer.h.1.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
-    expected, tensors = from_nanogpt(ARGS, wide), from_nanogpt(args, state)
-    assert tensors.flags == expected.flags and expected.flags["bias"] is True
+    expected = from_nanogpt(ARGS, wide)
+    tensors = from_nanogpt(args, state)
+    assert tensors.flags == expected.flags
+    assert expected.flags["bias"] is True
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert torch.equal(tensors["head.weight"], tensors["wte.weight"])
@@ -146,7 +153,8 @@ def test_refuses_by_name():
         state = nanogpt_state(**ARGS) | change
         with pytest.raises(ValueError) as error:
             dict(from_nanogpt(ARGS | args, {name: tensor for name, tensor in state.items() if tensor is not None}))
-        assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+        assert all(word in str(error.value) for word in words)
+        assert "\n" not in str(error.value)
 
 
 WPE = torch.arange(96.0).reshape(8, 12)  # of the shape that the model asks for
@@ -191,6 +199,8 @@ def test_runs_no_code_and_names_the_file(tmp_path, monkeypatch):
         make()
         with pytest.raises(ValueError, match=rf"is damaged, holds more .*, or lacks .* .\w*{kind}.; give") as error:
             read_nanogpt(file)
-        assert str(file) in str(error.value) and "\n" not in str(error.value) and not Path("BOOM").exists()
+        assert str(file) in str(error.value)
+        assert "\n" not in str(error.value)
+        assert not Path("BOOM").exists()
     with pytest.raises(FileNotFoundError, match="ckpt.pt that nanoGPT"):
         read_nanogpt(tmp_path / "absent.pt")

@@ -70,7 +70,8 @@ def test_logits_loss_and_greedy_text(both, kind):
         torch.testing.assert_close(found.logits, ours(idx), atol=1e-9, rtol=0)
         expected = ours(idx, targets.where(targets % 7 > 0, -1))
         torch.testing.assert_close(found.loss.double(), expected, atol=0, rtol=1e-5)  # transformers' is in float32
-    assert not theirs.training and theirs.num_parameters() == ours.n_params()
+    assert not theirs.training
+    assert theirs.num_parameters() == ours.n_params()
     idx = idx[:, :5]
     for use_cache in (True, False):
         found = theirs.generate(idx, max_new_tokens=6, do_sample=False, use_cache=use_cache)
@@ -81,7 +82,8 @@ def test_logits_loss_and_greedy_text(both, kind):
 def test_padding_changes_nothing(both, kind):
     """Before a text, it is refused where a token's place counts."""
     ours, theirs, _ = both(kind)
-    short, long = tokens(1, 4), tokens(1, 9)
+    short = tokens(1, 4)
+    long = tokens(1, 9)
     for side in (1, 0):  # before the text, after it
         rows = [torch.zeros(1, 5, dtype=torch.long), short]
         idx = torch.cat((torch.cat(rows if side else rows[::-1], dim=1), long))
@@ -114,8 +116,11 @@ def test_use_cache_begins_a_cache(both):
 def test_what_the_forward_cannot_compute_is_refused(both):
     """transformers' own classes leave out tokens inside of a text, and have caches of a fixed size."""
     _, theirs, _ = both("llama")
-    idx, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-    one, two, after = mask.clone(), mask.clone(), mask.clone()
+    idx = tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    one = mask.clone()
+    two = mask.clone()
+    after = mask.clone()
     one[1, 5] = two[1, 3:5] = after[0, 6:] = 0
     go_on = dict(max_new_tokens=2, do_sample=False)
     hole = "^attention_mask has zeros inside of a text; "
@@ -144,7 +149,8 @@ def test_saved_again_and_drawn_anew(both, tmp_path):
     config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).model
     assert 0.018 < model.blocks[0].sums[0].attn.qkv.weight.std() < 0.022
-    assert model.head.weight is model.wte.weight and (model.norm.weight == 1).all()
+    assert model.head.weight is model.wte.weight
+    assert (model.norm.weight == 1).all()
     assert config.flags == json.loads((tmp_path / "config.json").read_text())["flags"]
     assert (config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings) == (50, 24, True)
 

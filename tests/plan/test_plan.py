@@ -68,7 +68,9 @@ def config(**flags) -> Config:
 @contextmanager
 def as_rank(cfg: Config, rank: int = 0):
     """A rank that training would make; the others are pretended, and their messages are garbage."""
-    init, scatter, exchange = dist.init_process_group, dist.reduce_scatter_tensor, dist.all_to_all_single
+    init = dist.init_process_group
+    scatter = dist.reduce_scatter_tensor
+    exchange = dist.all_to_all_single
 
     def pretend(*args, rank, world_size, **kwargs):
         init("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -101,14 +103,16 @@ class Collectives(Operations):
 
     def __init__(self, tokens: bool = False):
         super().__init__(self.count)
-        self.sent, self.tokens = Counter(), tokens
+        self.sent = Counter()
+        self.tokens = tokens
 
     def count(self, func, args, kwargs, out):
         name = func._schema.name.partition("::")[2]
         if "c10d" in func.namespace and name != "wait_tensor":
             boxed = [a for a in args if isinstance(a, torch.ScriptObject)]
             group = dist.ProcessGroup.unbox(boxed[0]) if boxed else resolve_group(args[-1])
-            n, tensors = group.size(), [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            n = group.size()
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
             if name == "alltoall_base_" and not self.tokens:
                 self.sent[n] += tensors[1].itemsize * (sum(args[4]) - args[4][group.rank()])
             else:
@@ -163,7 +167,9 @@ def test_states_and_traffic_are_those_of_training(flags):
 def test_muon_is_planned_as_it_trains(flags):
     """Traffic and matrix products of the mean rank or more, and the memory of an update or more."""
     cfg = config(optimizer="muon", dtype="bfloat16", world_size=4, n_layer=2, **flags)
-    sent, multiplied, allocated = [], [], []
+    sent = []
+    multiplied = []
+    allocated = []
     for number in range(cfg.world_size):
         with as_rank(cfg, number) as ranks:
             rank = ShardedModel(cfg, ranks)
@@ -183,7 +189,8 @@ def test_muon_is_planned_as_it_trains(flags):
 
 def test_traffic_by_hand():
     """C=64, 4 layers of 12 squares and 2 norms, 512 tokens and 32 positions, a last norm; 2 samples of 32 tokens."""
-    layer, tables = 12 * 64**2 + 2 * 64, (512 + 32) * 64 + 64
+    layer = 12 * 64**2 + 2 * 64
+    tables = (512 + 32) * 64 + 64
     total = 4 * (4 * layer + tables)
     assert not +plan.Plan(config(optimizer="muon")).traffic  # of one rank
     assert +plan.Plan(config(world_size=4)).traffic == {"ddp": 2 * 3 / 4 * total}  # once a step
@@ -246,7 +253,8 @@ def test_activations_are_what_training_allocates(flags, gpu_loss):
     if flags.get("dtype") == "bfloat16" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("with kernels without vectors, torch's bfloat16 attention fails on a CPU whose flags name AMX")
     cfg = config(**WIDE | flags)
-    model, batch = Model(cfg), batch_of(cfg)
+    model = Model(cfg)
+    batch = batch_of(cfg)
     for block in [*model.blocks, *(model.encoder.blocks if model.encoder else ())]:
         if cfg.activation_checkpoint != "none":
             recompute(block, cfg.activation_checkpoint)
@@ -338,9 +346,11 @@ def test_the_stage_that_keeps_most_is_planned():
 
 def test_time_by_hand():
     """6 FLOPs per weight and token and 12 T C per layer and token; thrice instead of twice a block's forward."""
-    tokens, weights = 16 * 2 * 32, 4 * 12 * 64**2
+    tokens = 16 * 2 * 32
+    weights = 4 * 12 * 64**2
     p = plan.Plan(config(world_size=2, activation_checkpoint="full", dtype="bfloat16"))
-    attention, head = 4 * 12 * 32 * 64, 512 * 64
+    attention = 4 * 12 * 32 * 64
+    head = 512 * 64
     flops = 6 * (weights + head) + attention
     assert p.work.flops_per_token == flops
     work = (4 / 3 * (6 * weights + attention) + 6 * head) * tokens / 2
@@ -381,19 +391,23 @@ def test_bandwidth(kind, cards, flags):
 
 def test_a_large_model_takes_seconds_and_no_memory():
     cfg = parse(Config, ["config/llama_70b.py", "--plan=True", "--world_size=1024", "--tp=8"])
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
     p = plan.Plan(cfg)
     assert time.process_time() - start < 25
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
     assert p.work.n_params == 70_553_706_496
     # 4 bytes for each of a number, its gradient and two moments; norms are in all slices of tp
     assert sum(p.memory[kind] for kind in STATES) == pytest.approx(p.work.n_params * 16 / 1024, rel=1e-3)
-    assert "it fits" in plan.report(p) and "batch_ramp" not in plan.report(p)
+    assert "it fits" in plan.report(p)
+    assert "batch_ramp" not in plan.report(p)
     p.cfg.batch_ramp = "128:1000"
     assert "days, as if all steps had the last batch of batch_ramp" in plan.report(p)
     p.gpu = p.gpu._replace(memory=1e6)
     advice = plan.report(p).partition("DOES NOT FIT")[2].partition("host")[0]
-    assert "batch_size" in advice and "activation_checkpoint=full" in advice and "parallel" not in advice
+    assert "batch_size" in advice
+    assert "activation_checkpoint=full" in advice
+    assert "parallel" not in advice
 
 
 def shown_plans() -> list[tuple[str, str]]:

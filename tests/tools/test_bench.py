@@ -80,16 +80,20 @@ def test_the_order_and_the_arguments_of_runs(tmp_path, monkeypatch, capfd):
     bench.main([f"--against={theirs}", "--run=--a=1 --b='x y'", "--run=", "--rounds=2", "config/c.py"])
     lines = capfd.readouterr().out.splitlines()
     order = [line.partition(": ")[2].rpartition(":")[0] for line in lines[:8]]
-    assert order[:4] == order[7:3:-1] and order[0].startswith(f"{theirs} --a=1")
+    assert order[:4] == order[7:3:-1]
+    assert order[0].startswith(f"{theirs} --a=1")
     assert [line.partition(": ")[0] for line in lines[8:]] == order[1:4]
     *given, out, log = (theirs / "seen").read_text().splitlines()
-    assert given == ["--a=1", "--b=x y", "config/c.py"] and out.startswith("--out_dir=") and log == "--log_interval=10"
+    assert given == ["--a=1", "--b=x y", "config/c.py"]
+    assert out.startswith("--out_dir=")
+    assert log == "--log_interval=10"
 
 
 def test_relative_paths_begin_in_the_user_s_folder(tmp_path):
     there = checkout(tmp_path / "there")
     child.measure(there, ["config/c.py"], cwd=tmp_path)
-    assert (tmp_path / "seen").exists() and not (there / "seen").exists()
+    assert (tmp_path / "seen").exists()
+    assert not (there / "seen").exists()
 
 
 @pytest.fixture
@@ -139,7 +143,8 @@ def test_nothing_starts_before_the_block(tmp_path):
     assert not (tmp_path / "early").exists()
     with child.Child(["touch", "started"], tmp_path) as run:
         run.start()
-        assert run.failure() == "" and (tmp_path / "started").exists()
+        assert run.failure() == ""
+        assert (tmp_path / "started").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
@@ -153,7 +158,8 @@ def test_a_child_ends_with_bench(number, tmp_path):
     os.kill(process.pid, number)
     process.join(600)
     until(lambda: gone(int(own)) and gone(int(other)))
-    assert process.exitcode == 128 + signal.SIGINT and not Path(out).parent.exists()
+    assert process.exitcode == 128 + signal.SIGINT
+    assert not Path(out).parent.exists()
     assert (there / "stdout").read_text() + (there / "stderr").read_text() == ""
 
 
@@ -219,4 +225,5 @@ def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):
     monkeypatch.setattr(ShardedModel, "backward", backward)
     monkeypatch.setattr(ShardedModel, "clip", lambda self, limit: None)
     monkeypatch.setattr(optim, "build", lambda *_: Mock())
-    assert speed.ms_per_step(speed.flags("small", "float32")) == 2000 and next(calls, None) is None
+    assert speed.ms_per_step(speed.flags("small", "float32")) == 2000
+    assert next(calls, None) is None

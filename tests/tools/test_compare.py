@@ -61,7 +61,8 @@ class Fake:
     """tools.compare with the quick train.py, in one folder."""
 
     def __init__(self, folder: Path, data: Path):
-        self.folder, self.out = folder, folder / "out"
+        self.folder = folder
+        self.out = folder / "out"
         (folder / "train.py").write_text(QUICK)
         self.common = f"--common={shlex.join([*FLAGS, f'--dataset={data}'])}"
 
@@ -140,13 +141,15 @@ def test_seeds_are_interleaved_and_the_table_is_right(fake, capfd):
     first, second = rows(fake)
     costs = [f"{parameters(2, 16):,}", f"{flops_per_token(2, 16) / 1e6:.2f} M", "384"]  # 3 steps of 4 2 16 tokens
     assert first == ["1: ``", *costs, "0.1", "0.0200 (0.0100 to 0.0300)", "0.0400 (0.0200 to 0.0600)", "-", "1.000"]
-    assert second[0] == "2: `--block=parallel`" and second[5] == "1.0200 (1.0100 to 1.0300)"
+    assert second[0] == "2: `--block=parallel`"
+    assert second[5] == "1.0200 (1.0100 to 1.0300)"
     assert second[7:] == ["+1.0000 ± 0.0000 (n = 3)", "2.000"]
     seeds = [run["seeds"] for run in fake.table()["runs"]]
     assert seeds[1]["2"] == pytest.approx(dict(loss=1.02, bits_per_byte=2.04, seconds=0.03, tokens_per_s=12800))
     assert seeds[0]["1"]["seconds"] == pytest.approx(3 * 0.020)
     written = (fake.out / "compare.md").read_text()
-    assert written in capfd.readouterr().out and f"* {fake.table()['measured']}" in written
+    assert written in capfd.readouterr().out
+    assert f"* {fake.table()['measured']}" in written
     assert compare_table.figure([1.0, 1.1, 3.0], 3, statistics.median) == "1.100 (1.000 to 3.000)"
 
 
@@ -154,8 +157,10 @@ def test_finished_trainings_are_not_repeated(fake, tmp_path, monkeypatch, capfd)
     code = tmp_path / "model.py"
     code.write_text("a")
     monkeypatch.setattr(compare, "CODE", [code])
-    assert fake() == 0 and fake() == 0
-    assert fake.calls() == ["run1-seed1", "run2-seed1"] and rows(fake)[1][7] == "+1.0000 (n = 1)"
+    assert fake() == 0
+    assert fake() == 0
+    assert fake.calls() == ["run1-seed1", "run2-seed1"]
+    assert rows(fake)[1][7] == "+1.0000 (n = 1)"
     assert fake("--seeds=2") == 0  # more seeds may follow
     assert fake.calls() == ["run1-seed2", "run2-seed2"]
     for flags, runs, word in (
@@ -174,12 +179,14 @@ def test_finished_trainings_are_not_repeated(fake, tmp_path, monkeypatch, capfd)
 def test_a_lost_figure_does_not_stop_the_comparison(name, fake):
     """A training that has lost its loss or its times is resumed."""
     assert fake() == 0
-    expected, file = fake.table()["runs"], fake.out / "run2-seed1" / "metrics.jsonl"
+    expected = fake.table()["runs"]
+    file = fake.out / "run2-seed1" / "metrics.jsonl"
     good = metrics(file.parent)
     fake.calls()
     rows = [row | {name: None} if name in row else row for row in good]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert fake() == 0 and fake.calls() == ["run2-seed1*"]
+    assert fake() == 0
+    assert fake.calls() == ["run2-seed1*"]
     assert fake.table()["runs"] == expected
 
 
@@ -193,7 +200,8 @@ def test_ctrl_c_lets_trainings_save(fake, capfd):
     finally:
         signal.signal(signal.SIGINT, before)
     said = "the trainings in progress save a checkpoint; the same command continues"
-    assert said in capfd.readouterr().err.splitlines() and (fake.out / "run1-seed1" / "saved").exists()
+    assert said in capfd.readouterr().err.splitlines()
+    assert (fake.out / "run1-seed1" / "saved").exists()
     (fake.folder / "slow").unlink()
     assert fake("--seeds=2") == 0
     assert fake.calls() == ["run1-seed1", "run1-seed1*", "run2-seed1", "run1-seed2", "run2-seed2"]
@@ -235,7 +243,8 @@ def test_the_flags_of_a_training(fake):
 def test_trainings_at_the_same_time_share_the_threads(fake, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    assert fake("--jobs=3") == 0 and os.environ["OMP_NUM_THREADS"] == "2"
+    assert fake("--jobs=3") == 0
+    assert os.environ["OMP_NUM_THREADS"] == "2"
 
 
 def compared(folder: Path, argv: list[str]):
@@ -270,7 +279,9 @@ def test_an_edited_comparison(times, fake, capfd):
     file.write_text(file.read_text().replace('"ms_per_step": null', f'"ms_per_step": {times}'))
     line = refused(main, fake.line("--match=tokens"), capfd, ["compare.json is damaged (", "; delete it, or"])
     file.unlink()
-    assert len(line) < 2000 and fake() == 0 and fake.table()["runs"] == before
+    assert len(line) < 2000
+    assert fake() == 0
+    assert fake.table()["runs"] == before
 
 
 def test_a_run_that_fails(fake, capfd):
@@ -282,14 +293,16 @@ def test_a_run_that_fails(fake, capfd):
     assert "run2-seed1: failed: the loss is not finite" in capfd.readouterr().out
     (fake.folder / "mended").touch()
     assert fake("--seeds=2", runs=["", "--learning_rate=10", "--block=parallel"]) == 0
-    assert fake.calls() == ["run2-seed1*", "run2-seed2*"] and rows(fake)[1][5] != "failed (see below)"
+    assert fake.calls() == ["run2-seed1*", "run2-seed2*"]
+    assert rows(fake)[1][5] != "failed (see below)"
 
 
 @pytest.mark.parametrize("how", ["early", "infinite"])
 def test_a_training_without_a_loss(how, fake):
     """The exit code of the training is 0."""
     (fake.folder / how).touch()
-    assert fake() == 1 and (fake.out / "compare.md").read_text().count("seed 1 failed: it has no finite") == 2
+    assert fake() == 1
+    assert (fake.out / "compare.md").read_text().count("seed 1 failed: it has no finite") == 2
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -309,7 +322,8 @@ def test_a_sweep(jobs, fake):
     ]
     assert [run["arguments"][-1] for run in fake.table()["runs"]] == 2 * ["--learning_rate=1e-2"]  # for the picture
     losses = "learning_rate=1e-3 1.0100, learning_rate=1e-2 0.0100, learning_rate=1e-1 1.0100, learning_rate=2 inf"
-    assert f"Run 1, losses at seed 1: {losses}." in table and "extend --sweep" not in table
+    assert f"Run 1, losses at seed 1: {losses}." in table
+    assert "extend --sweep" not in table
 
 
 def test_every_setting_of_a_sweep_is_matched(fake):
@@ -323,7 +337,8 @@ def test_every_setting_of_a_sweep_is_matched(fake):
 def test_the_edge_of_a_sweep_is_told(fake):
     assert fake("--sweep=learning_rate=1e-3,1e-4,1e-2") == 0
     table = (fake.out / "compare.md").read_text()
-    assert "Run 2: learning_rate=1e-2 is at an end of the sweep" in table and table.count("extend --sweep") == 2
+    assert "Run 2: learning_rate=1e-2 is at an end of the sweep" in table
+    assert table.count("extend --sweep") == 2
     fake.calls()
     assert fake("--sweep=learning_rate=1e-1,1e-2,1e-3,1e-4") == 0  # an extended sweep goes on
     assert len(fake.calls()) == 2
@@ -333,7 +348,8 @@ def test_the_edge_of_a_sweep_is_told(fake):
 def test_a_sweep_of_words_has_no_end(fake):
     assert fake("--sweep=mlp=gelu,relu") == 0
     table = (fake.out / "compare.md").read_text()
-    assert "Run 1, losses at seed 1: mlp=gelu 0.0100, mlp=relu 0.0100." in table and "extend" not in table
+    assert "Run 1, losses at seed 1: mlp=gelu 0.0100, mlp=relu 0.0100." in table
+    assert "extend" not in table
 
 
 def test_other_tasks_have_no_difference(fake, more_data):
@@ -346,7 +362,8 @@ def test_other_tasks_have_no_difference(fake, more_data):
 
 def test_the_code_is_all_that_train_py_can_import():
     """The hash covers what train.py imports, directly or not, and all of engine/ and its packages."""
-    ours, new = set(), {"train"}
+    ours = set()
+    new = {"train"}
     while new:
         ours |= new
         new = {each for name in new for each in imports(name) & MODULE.keys()} - ours
@@ -383,9 +400,11 @@ def test_the_time_of_a_step_is_the_median_after_the_warm_up(fake):
     run.folder(1).mkdir(parents=True)
     file = run.folder(1) / "metrics.jsonl"
     file.write_text("".join(json.dumps(row | {"step": 2}) + "\n" for row in rows))
-    assert "of its last step" in run.load(1) and not run.results  # an evaluation before it does not finish a training
+    assert "of its last step" in run.load(1)
+    assert not run.results  # an evaluation before it does not finish a training
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run.load(1) == "" and run.first_loss == 1.5
+    assert run.load(1) == ""
+    assert run.first_loss == 1.5
     figures = run.results[1]
     assert figures["seconds"] == pytest.approx(3 * 5.5e-3)
     assert figures["tokens_per_s"] == pytest.approx(4 * 2 * 16 / 5.5e-3)
@@ -395,7 +414,8 @@ def test_match_tokens(fake):
     """Twice the batch takes half the steps; the schedule follows in proportion, rounded down."""
     schedule = "--max_iters=1000 --warmup_iters=25 --schedule=wsd --cooldown_iters=301 --lr_decay_iters=900"
     first, second, third = runs(fake, texts=["", "--batch_size=8", "--batch_size=3"], common=schedule)
-    assert first.changed == {} and second.costs.tokens == first.costs.tokens == 1000 * 4 * 2 * 16
+    assert first.changed == {}
+    assert second.costs.tokens == first.costs.tokens == 1000 * 4 * 2 * 16
     assert second.changed == {"max_iters": 500, "warmup_iters": 12, "cooldown_iters": 150, "lr_decay_iters": 450}
     assert third.changed == {"max_iters": 1333, "warmup_iters": 33, "cooldown_iters": 401, "lr_decay_iters": 1199}
 
@@ -414,7 +434,8 @@ def test_match_parameters_and_flops(fake):
     common = "--n_embd=64 --max_iters=100 --warmup_iters=1"
     first, second = runs(fake, "--match=parameters,flops", texts=["", "--n_layer=5"], common=common)
     width = second.changed["n_embd"]
-    assert width < 64 and abs(second.costs.parameters / first.costs.parameters - 1) < 0.05
+    assert width < 64
+    assert abs(second.costs.parameters / first.costs.parameters - 1) < 0.05
     steps = 100 * flops_per_token(2, 64) / flops_per_token(5, width)
     assert second.changed["max_iters"] == round(steps) != 100
 
@@ -448,7 +469,8 @@ def test_match_parameters_where_a_larger_width_has_fewer(fake):
 
 def test_match_seconds(fake, monkeypatch, capfd):
     """The first run takes 20 ms per step at best and the second 30, so the second has two thirds of the steps."""
-    times, called = {"1": [20, 25], "2": [40, 30]}, []
+    times = {"1": [20, 25], "2": [40, 30]}
+    called = []
 
     def measure(checkout, args, lines, cwd):
         assert cwd == Path.cwd()
@@ -462,9 +484,11 @@ def test_match_seconds(fake, monkeypatch, capfd):
     texts = ["--save_interval=3", "--block=parallel --eval_interval=2"]
     flags = {"texts": texts, "common": "--max_iters=60 --warmup_iters=9"}
     _, second = runs(fake, "--match=seconds", **flags)
-    assert called == ["1", "2", "1", "2"] and second.changed == {"max_iters": 40, "warmup_iters": 6}
+    assert called == ["1", "2", "1", "2"]
+    assert second.changed == {"max_iters": 40, "warmup_iters": 6}
     _, again = runs(fake, "--match=seconds", **flags)  # without a new timing
-    assert len(called) == 4 and again.changed == second.changed
+    assert len(called) == 4
+    assert again.changed == second.changed
 
 
 # ---- intervals

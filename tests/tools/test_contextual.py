@@ -48,7 +48,9 @@ LAYERS = {  # layer of a superblock -> its other flags
 for layer, more in LAYERS.items():
     for pos in ("rope", "learned"):
         GRID.append({"block": layer, "pos": pos, "bias": True} | more)
-T, C, D = 13, 32, 8
+T = 13
+C = 32
+D = 8
 
 
 def sharp(**flags) -> M.Model:
@@ -109,7 +111,8 @@ def test_heads_add_up_to_their_reader(flags):
 def test_incoming_weights_of_a_stream_query(phi):
     """b_i = W_K x_i / sqrt(D) of the head, in the channels that the head reads, and 0 elsewhere."""
     net = sharp(block=f"c.stream.{phi},p", pos="none")
-    attn, seen = net.blocks[0].sums[0].attn, []
+    attn = net.blocks[0].sums[0].attn
+    seen = []
     with attn.register_forward_hook(lambda _, inputs, y: seen.append(inputs[0][0])):
         incoming, _, hidden = contextual_mlp(net, text(net), 0, 2, 6)
     W_K = attn.kv.weight.detach().view(4, 2, D, C)[2, 0]
@@ -132,11 +135,15 @@ def test_weights_by_hand(flags):
     net = sharp(**flags)
     groups = net.cfg.kv_heads
     for layer, head, t in ((0, 3, 12), (1, 2, 6), (1, 1, 0)):
-        attn, seen = net.blocks[layer].sums[0].attn, []
+        attn = net.blocks[layer].sums[0].attn
+        seen = []
         with attn.register_forward_hook(lambda _, inputs, y, seen=seen: seen.append(inputs[0][0])):
             incoming, outgoing, hidden = read(net, layer, head, t)
-        rows, g = attn.qkv.weight.detach().view(groups, -1, D, C), head * groups // 4
-        W_Q, W_K, W_V = rows[g, head - g * 4 // groups], rows[g, -2], rows[g, -1]
+        rows = attn.qkv.weight.detach().view(groups, -1, D, C)
+        g = head * groups // 4
+        W_Q = rows[g, head - g * 4 // groups]
+        W_K = rows[g, -2]
+        W_V = rows[g, -1]
         W_O = attn.out.weight.detach()[:, head * D : (head + 1) * D]
         x = seen[0]
         visible = x if net.cfg.objective == "masked" else x[: t + 1]

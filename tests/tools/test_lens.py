@@ -43,7 +43,8 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
 def test_a_unit_promotes_what_the_stream_loses_without_it(norm, softcap):
     """log p of the final stream, minus log p without the unit's vector in it."""
     net = sharp(norm=norm, logit_softcap=softcap)
-    letters, final = "abcdefghijklmnopqrstuvwxyz", []
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    final = []
     idx = text(net) % 26
     with net.norm.register_forward_pre_hook(lambda _, args: final.append(args[0][0, 5])), torch.no_grad():
         net.hidden(idx[None])

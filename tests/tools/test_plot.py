@@ -20,14 +20,16 @@ def make(tmp_path):
     """make("a", seed=1, ...) writes the files of a run of 45 steps, which logs every 10th; returns its folder."""
 
     def call(name: str, **flags) -> str:
-        folder, rng = tmp_path / name, np.random.default_rng(flags.get("seed", 0))
+        folder = tmp_path / name
+        rng = np.random.default_rng(flags.get("seed", 0))
         folder.mkdir()
         rows = []
         for step in range(46):
             if step in (0, 15, 30, 45):
                 rows.append({"step": step, "kind": "eval", "val_loss": 3 - step / 50, "val_bpb": None})
             if step % 10 == 0:
-                tokens, speed = (step + 1) * T, (step + 10) * T / 10
+                tokens = (step + 1) * T
+                speed = (step + 10) * T / 10
                 row = {"step": step, "kind": "train", "loss": 3 - step / 50 + rng.random(), "tokens": tokens}
                 rows.append(row | {"flops": 100 * tokens, "tokens_per_s": speed, "grad_norm": 0.5})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,9 +81,11 @@ def test_a_line_is_metrics_jsonl(make, picture):
     for x, expected in places.items():
         figure = picture(a, f"--x={x}")
         ((xs, ys),) = lines(figure)
-        assert xs == pytest.approx(expected) and ys == [row["loss"] for row in logged]
+        assert xs == pytest.approx(expected)
+        assert ys == [row["loss"] for row in logged]
         (axes,) = figure.axes
-        assert legend(figure) == ["training loss"] and (axes.get_xlabel(), axes.get_ylabel()) == (x, "nats per token")
+        assert legend(figure) == ["training loss"]
+        assert (axes.get_xlabel(), axes.get_ylabel()) == (x, "nats per token")
 
 
 def test_evaluations_lie_between_logged_steps_and_these_are_smoothed(make, picture):
@@ -105,7 +109,8 @@ def test_seeds_are_one_line_with_a_band(make, picture):
     figure = picture(*runs)
     ys = np.array([[row["loss"] for row in rows(run, "loss")] for run in runs])
     (_, mean), (_, alone) = lines(figure)
-    assert mean == pytest.approx(ys[:3].mean(0)) and alone == ys[3].tolist()
+    assert mean == pytest.approx(ys[:3].mean(0))
+    assert alone == ys[3].tolist()
     assert len(figure.axes[0].collections) == 1
     assert band(figure.axes[0]) == list(zip(ys[:3].min(0), ys[:3].max(0), strict=True))
     of_seeds = "block=standard, training loss, mean and range of 3 runs"
@@ -129,14 +134,18 @@ def test_files(make, tmp_path, capsys):
     plot.main([run := make("run"), make("lr=1")])  # without --out, in the first run's folder
     assert capsys.readouterr().out == f"wrote {run}/plot.png\n"
     image = Image.open(f"{run}/plot.png")
-    assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.width > 1000
-    svg, pdf = tmp_path / "new" / "a.svg", tmp_path / "a.pdf"
+    assert image.mode == "RGBA"
+    assert image.getpixel((0, 0))[3] == 0
+    assert image.width > 1000
+    svg = tmp_path / "new" / "a.svg"
+    pdf = tmp_path / "a.pdf"
     for out in (svg, pdf):
         plot.main([make(f"run{out.suffix}"), f"--out={out}"])
         assert capsys.readouterr().out == f"wrote {out}\n"
         plot.main([run, f"--out={out}"])  # replaces a picture of its own
         capsys.readouterr()
-    assert svg.read_text().startswith("<?xml") and pdf.read_bytes().startswith(b"%PDF-")
+    assert svg.read_text().startswith("<?xml")
+    assert pdf.read_bytes().startswith(b"%PDF-")
 
 
 def test_intervals_of_a_comparison(picture, tmp_path, capsys):
@@ -178,7 +187,8 @@ def comparison(*seeds: dict, arguments=("--block=$x$",)) -> dict:
     return {"runs": [{"arguments": [*arguments], "seeds": each} for each in seeds]}
 
 
-ONE, TWO = {"1": {"loss": 1.0}}, {"1": {"loss": 1.5}}
+ONE = {"1": {"loss": 1.0}}
+TWO = {"1": {"loss": 1.5}}
 NO_COMPARISONS = ["", "[]", "{}", '{"runs": []}', '{"runs": 3}', '{"runs": [3]}', "[" * 100_000, '{"runs": [{}, {}]}']
 for two in ({"1": 3}, {"1": {"loss": "a"}}, {"1": {"loss": 10**400}}):
     NO_COMPARISONS.append(json.dumps(comparison(ONE, two)))
@@ -207,7 +217,10 @@ def test_edited_metrics(row, make, picture):
 
 
 def test_refusals(make, tmp_path, capsys):
-    a, old, empty, folder = make("A"), tmp_path / "OLD", tmp_path / "EMPTY", tmp_path / "FOLDER.png"
+    a = make("A")
+    old = tmp_path / "OLD"
+    empty = tmp_path / "EMPTY"
+    folder = tmp_path / "FOLDER.png"
     for each, text in ((old, '{"step": 0, "loss": 1.0, "tokens": 64, "tokens_per_s": 9.0}\n'), (empty, "")):
         each.mkdir()
         (each / "metrics.jsonl").write_text(text)

@@ -32,7 +32,8 @@ ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
 FLAGS = [flag for flag in TINY if not flag.startswith("--compile=")]  # with compile=auto
 SIZES = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--vocab_size=61"]
 SHORT = ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--warmup_iters=1", "--lr_decay_iters=8"]
-COMPILING, FAILS = "compiling for this CPU", "warning: torch.compile does not work here"
+COMPILING = "compiling for this CPU"
+FAILS = "warning: torch.compile does not work here"
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -62,11 +63,13 @@ def test_a_resume_keeps_the_compilation(tiny_data, tmp_path, monkeypatch, capsys
 
     first, second, *_ = go("--compile=True").splitlines()
     assert state_of(tmp_path / "out")["flags"]["compile"] is True
-    assert first.startswith(COMPILING) and ", compiled;" in second
+    assert first.startswith(COMPILING)
+    assert ", compiled;" in second
     assert ", compiled;" in go("--init_from=resume", "--max_iters=3")
     assert COMPILING not in go("--init_from=resume", "--eval_only=True")
     said = go("--init_from=resume", "--max_iters=4", "--compile=auto")
-    assert COMPILING not in said and ", compiled" not in said
+    assert COMPILING not in said
+    assert ", compiled" not in said
     assert state_of(tmp_path / "out")["flags"]["compile"] is False
     assert ", compiled" not in go("--init_from=resume", "--max_iters=5")
 
@@ -88,8 +91,11 @@ def test_all_ranks_do_the_same(tmp_path):
     """A rank without a compiler keeps all of them from compiling."""
     launch(2, settle_on_two_ranks, tmp_path)
     first, other = ((tmp_path / f"rank {rank}").read_text() for rank in range(2))
-    assert first.count(COMPILING) == 3 and first.count(FAILS) == 2 and "no compiler on rank 1" in first
-    assert COMPILING not in other and FAILS not in other
+    assert first.count(COMPILING) == 3
+    assert first.count(FAILS) == 2
+    assert "no compiler on rank 1" in first
+    assert COMPILING not in other
+    assert FAILS not in other
 
 
 def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, capsys):
@@ -104,7 +110,9 @@ def test_a_run_without_a_compiler_is_not_compiled(run, tiny_data, tmp_path, caps
     out, err = capsys.readouterr()
     warnings = [line for line in out.splitlines() if line.startswith(FAILS)]
     assert len(warnings) == 2 and len(set(warnings)) == 1 and err == "", out
-    assert "/no/such/compiler" in warnings[0] and "install g++" in warnings[0] and "variable CXX" in warnings[0]
+    assert "/no/such/compiler" in warnings[0]
+    assert "install g++" in warnings[0]
+    assert "variable CXX" in warnings[0]
     assert ", compiled" not in out
     assert state_of(tmp_path / "out")["flags"]["compile"] is True
     assert steps_of(tmp_path / "out") == eager
@@ -135,8 +143,10 @@ def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
     said = launch(1, settle_in_folders, tmp_path, str(tmp_path / "my caches"), str(tmp_path / "file" / "caches"))
     lines = [line for line in said.splitlines() if line.startswith(FAILS)]
-    assert len(lines) == 3 and all(f"without a blank in its path, in {compilation.FOLDER}" in x for x in lines)
-    assert "Not a directory" in lines[1] and "Could not determine home directory" in lines[2]
+    assert len(lines) == 3
+    assert all(f"without a blank in its path, in {compilation.FOLDER}" in x for x in lines)
+    assert "Not a directory" in lines[1]
+    assert "Could not determine home directory" in lines[2]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -194,7 +204,9 @@ def results(model: Model, parts: list[torch.nn.Module], batch: dict[str, torch.T
 
 def test_every_block_runs_as_compiled_code(run, monkeypatch):
     """Nine layers, more than a function may have graphs, share those of the first step, as chunks of the loss do."""
-    calls, log, made = Counter(), train.Run.log, []
+    calls = Counter()
+    log = train.Run.log
+    made = []
     monkeypatch.setattr(compilation, "try_compiler", lambda device: None)
     monkeypatch.setattr(train.Run, "log", lambda run, *args: made.append(len(graphs)) or log(run, *args))
     flags = ["--block=c.own_slots+p", "--pos=alibi", "--window=5"]
@@ -202,7 +214,8 @@ def test_every_block_runs_as_compiled_code(run, monkeypatch):
     with noting_graphs(calls) as graphs:
         torch._dynamo.utils.counters.clear()
         run(*flags, "--compile=True", "--eval_interval=2")
-    steps, evaluations = 2 * 2, 2 * 2 * 2  # of two micro-batches; of two splits in two batches
+    steps = 2 * 2
+    evaluations = 2 * 2 * 2  # of two micro-batches; of two splits in two batches
     chunks = 4  # of 16 of the 64 tokens, as all are equal
     assert calls == {True: steps * 9, False: evaluations * 9 + (steps + evaluations) * chunks}
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -281,7 +294,8 @@ def test_kernels_of_other_machines_are_kept_apart(monkeypatch):
         with monkeypatch.context() as patch:
             change(patch)
             names.add(kind_of_kernels())
-    assert len(names) == 5 and names > {kind_of_kernels()}
+    assert len(names) == 5
+    assert names > {kind_of_kernels()}
     assert all(not set(name) & set("/ \n") for name in names)
 
 
@@ -306,6 +320,9 @@ def test_a_second_process_finds_the_kernels(tiny_data, tmp_path):
         assert done.returncode == 0, done.stderr
         counts.append(json.loads(done.stdout.splitlines()[-1]))
     (hits, misses), (later_hits, later_misses) = counts
-    assert misses > 2 and later_hits == hits + misses and later_misses == 0
+    assert misses > 2
+    assert later_hits == hits + misses
+    assert later_misses == 0
     assert losses(tmp_path / "first") == losses(tmp_path / "second")
-    assert list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "first").rglob("*.so"))
+    assert list((tmp_path / "cache").rglob("*.so"))
+    assert not list((tmp_path / "first").rglob("*.so"))

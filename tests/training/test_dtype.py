@@ -66,7 +66,8 @@ def go(run, tiny_data, tmp_path, monkeypatch):
     def call(fast: bool | None, *flags: str, out: str = "out") -> str:
         monkeypatch.setattr(parallel, "fast_bfloat16", lambda: pytest.fail("asked") if fast is None else fast)
         train_main([*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", *flags])
-        cfg, stored = parse(Config, [str(tmp_path / out / "config.py")]), state_of(tmp_path / out)["flags"]
+        cfg = parse(Config, [str(tmp_path / out / "config.py")])
+        stored = state_of(tmp_path / out)["flags"]
         assert cfg.compile is stored["compile"] is False
         assert cfg.dtype == stored["dtype"]
         return cfg.dtype
@@ -90,12 +91,14 @@ def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
     assert go(fast, muon, "--max_iters=4", out="whole") == name
     assert go(None, muon, "--max_iters=4", f"--dtype={name}", "--compile=False", out="named") == name
     resumed, whole, named = (figures(tmp_path / out) for out in ("out", "whole", "named"))
-    assert resumed == whole == named and len(whole) == 7
+    assert resumed == whole == named
+    assert len(whole) == 7
 
 
 def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
     """Elsewhere in float32. A resume keeps the choice."""
-    bf16, fp16 = torch.bfloat16, torch.float16
+    bf16 = torch.bfloat16
+    fp16 = torch.float16
     choices = [("auto", CUDA, bf16), ("auto", CUDA, fp16), ("auto", CPU, bf16), (True, CUDA, bf16), (False, CPU, bf16)]
     assert [wide_stream(*choice) for choice in choices] == [False, True, True, True, False]
     flags = []
@@ -163,13 +166,15 @@ def test_all_ranks_have_the_dtype_of_the_first(tmp_path):
 @pytest.fixture
 def switches(monkeypatch):
     """Settings of the process, which a run with deterministic=True changes."""
-    filled, tf32 = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    tf32 = torch.backends.cuda.matmul.allow_tf32
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul.allow_tf32 = filled, tf32
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
@@ -178,9 +183,11 @@ def test_a_deterministic_run_on_a_cpu(run, capsys, switches):
     plain = losses(run(*short, out="plain"))
     assert ", deterministic;" not in capsys.readouterr().out
     folder = run(*short, "--deterministic=True")
-    assert losses(folder) == plain and "1 x cpu, float32, deterministic;" in capsys.readouterr().out
+    assert losses(folder) == plain
+    assert "1 x cpu, float32, deterministic;" in capsys.readouterr().out
     assert torch.are_deterministic_algorithms_enabled()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
     run("--init_from=resume", "--max_iters=3")
     assert torch.are_deterministic_algorithms_enabled()
     run("--init_from=resume", "--max_iters=4", "--deterministic=False")
@@ -193,5 +200,6 @@ def test_float32_on_cuda_is_tf32(monkeypatch, switches, deterministic, said):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
     ranks = parallel.join(Config(dtype="float32", deterministic=deterministic))
-    assert device.precision(CUDA, ranks.dtype) == said and device.precision(CPU, ranks.dtype) == "float32"
+    assert device.precision(CUDA, ranks.dtype) == said
+    assert device.precision(CPU, ranks.dtype) == "float32"
     assert device.precision(CUDA, torch.bfloat16) == "bfloat16"

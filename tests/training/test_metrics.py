@@ -62,9 +62,15 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
     metrics.close()
     first, second, *evaluations = lines(tmp_path / "deep" / "out")
     fields = "step kind loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split()
-    assert list(first) == [*fields, "epoch"] and list(second) == [*fields, "skipped"]
-    assert first["loss"] == loss and first["tokens"] == 640 and first["flops"] == 640_000 and first["epoch"] == 0.25
-    assert second["loss"] is None and second["grad_norm"] is None and second["skipped"] == 3
+    assert list(first) == [*fields, "epoch"]
+    assert list(second) == [*fields, "skipped"]
+    assert first["loss"] == loss
+    assert first["tokens"] == 640
+    assert first["flops"] == 640_000
+    assert first["epoch"] == 0.25
+    assert second["loss"] is None
+    assert second["grad_norm"] is None
+    assert second["skipped"] == 3
     losses = {"kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3}
     assert evaluations == [{"step": 11, **losses, "val_bpb": 1 / 7}, {"step": 12, **losses, "val_bpb": None}]
     out, err = capsys.readouterr()
@@ -76,7 +82,8 @@ def test_one_line_per_step_with_all_digits(tmp_path, capsys):
         "step 12: train loss 0.3333, val loss 0.6667",
         "saved",
     ]  # fmt: skip
-    assert err == "" and not any(c in out for c in "\r\x1b")
+    assert err == ""
+    assert not any(c in out for c in "\r\x1b")
 
 
 def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
@@ -177,7 +184,8 @@ class Terminal(io.StringIO):
 
 def test_bar_on_a_terminal(tmp_path, monkeypatch):
     """With stdout and stderr on one terminal, lines are complete, the bar is the last row, and close() removes it."""
-    clock, terminal = [0.0], Terminal()
+    clock = [0.0]
+    terminal = Terminal()
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -204,11 +212,13 @@ def test_the_end_says_what_to_type_next(tmp_path, capsys):
     metrics.end("stopped by SIGTERM with step 7 saved", stopped=True)
     metrics.close()
     done, sample, plot, resume, stopped = capsys.readouterr().out.splitlines()
-    assert "1.2500, of step_00000020" in done and "min" in done
+    assert "1.2500, of step_00000020" in done
+    assert "min" in done
     assert shlex.split(sample)[1:] == ["sample.py", f"--out_dir={folder}"]
     assert str(folder) in shlex.split(plot)
     assert {f"--out_dir={folder}", "--init_from=resume", "--max_iters=40"} < {*shlex.split(resume)}
-    assert "step 7" in stopped and shlex.split(stopped)[-1] == "--init_from=resume"
+    assert "step 7" in stopped
+    assert shlex.split(stopped)[-1] == "--init_from=resume"
 
 
 @pytest.mark.parametrize("name, half, tf32", [
@@ -226,7 +236,8 @@ def test_the_end_says_what_to_type_next(tmp_path, capsys):
 ])  # fmt: skip
 def test_gpu_table(name, half, tf32):
     assert peak_flops(CPU, torch.float32) is None
-    assert gpu_peak(name, torch.bfloat16) == half and gpu_peak(name, torch.float32) == tf32
+    assert gpu_peak(name, torch.bfloat16) == half
+    assert gpu_peak(name, torch.float32) == tf32
 
 
 def pretend_wandb(monkeypatch, init):
@@ -239,19 +250,23 @@ def pretend_wandb(monkeypatch, init):
 
 def test_wandb_gets_the_figures_of_tensorboard(run, tmp_path, monkeypatch):
     """One run, which a resume continues, with our flags and its name."""
-    started, logged = [], []
+    started = []
+    logged = []
     ends = SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("end"))
     pretend_wandb(monkeypatch, lambda **options: started.append(options) or ends)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "wandb_id").write_text("another")  # of a run that never saved
     out = run("--wandb_log=True", "--wandb_project=letters", "--max_iters=2")
     run("--wandb_log=True", "--wandb_project=letters", "--init_from=resume", "--max_iters=4", "--wandb_run_name=again")
-    assert [s["name"] for s in started] == ["out", "again"] and {s["project"] for s in started} == {"letters"}
-    assert started[0]["id"] == started[1]["id"] != "another" and started[1]["config"]["max_iters"] == 4
+    assert [s["name"] for s in started] == ["out", "again"]
+    assert {s["project"] for s in started} == {"letters"}
+    assert started[0]["id"] == started[1]["id"] != "another"
+    assert started[1]["config"]["max_iters"] == 4
     assert logged.count("end") == 2
     got = [(each[0], floats(each[1])) for each in logged if each != "end"]
     written = [(row["step"], floats(row, f"{row['kind']}/")) for row in lines(out)]
-    assert len(written) > 4 and all(each in got for each in written)
+    assert len(written) > 4
+    assert all(each in got for each in written)
 
 
 def floats(row: dict, prefix: str = "") -> dict[str, float]:
@@ -281,7 +296,9 @@ def test_wandb_keeps_the_losses_of_a_run(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = run("--wandb_log=True", "--max_iters=4")
     (file,) = out.glob("wandb/offline-run-*/*.wandb")
-    content, found, start = file.read_bytes(), {}, 7
+    content = file.read_bytes()
+    found = {}
+    start = 7
     while start < len(content):  # of each record a checksum of 4 bytes, its size in 2, its kind, and itself
         end = start + 7 + int.from_bytes(content[start + 4 : start + 6], "little")
         record = wandb_internal_pb2.Record.FromString(content[start + 7 : end])
@@ -289,4 +306,5 @@ def test_wandb_keeps_the_losses_of_a_run(run, monkeypatch):
         start = end
         if "train/loss" in items:
             found[int(items["_step"])] = items["train/loss"]
-    assert found == {row["step"]: row["loss"] for row in lines(out) if row["kind"] == "train"} and len(found) == 4
+    assert found == {row["step"]: row["loss"] for row in lines(out) if row["kind"] == "train"}
+    assert len(found) == 4

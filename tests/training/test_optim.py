@@ -53,7 +53,8 @@ def test_matrices_decay_and_every_parameter_is_in_one_group(optimizer):
     for model in (tiny(block="simplified"), slots, experts):
         groups = build(model, config(optimizer=optimizer, balance_rate=0.25)).param_groups
         grouped = [p for group in groups for p in group["params"]]
-        assert len(grouped) == len(set(grouped)) and set(grouped) == {*model.parameters()} - {*load_biases(model)}
+        assert len(grouped) == len(set(grouped))
+        assert set(grouped) == {*model.parameters()} - {*load_biases(model)}
         names = {p: name for name, p in model.named_parameters()}
         decayed = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
         assert decayed == {name for name in names.values() if not re.search(VECTORS, name)}
@@ -76,7 +77,8 @@ def test_orthogonalize(shape, dtype):
         return assert_rounds_alike(y, plain, expected, "U V^T")
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
     s = torch.linalg.svdvals(y.double())
-    assert s.min() > 0.65 - 1e-5 and s.max() < 1.25 + 1e-5
+    assert s.min() > 0.65 - 1e-5
+    assert s.max() < 1.25 + 1e-5
     u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)  # y has the same vectors: U^T Y V is diagonal
     core = u.mT @ y.double() @ vh.mT
     torch.testing.assert_close(core, torch.diag_embed(core.diagonal(dim1=1, dim2=2)), atol=1e-5, rtol=0)
@@ -87,7 +89,8 @@ def test_who_gets_muon(tied):
     """By their role, so not the taps of a convolution."""
     model = tiny(attention="gqa", n_kv_head=2, conv=4, bias=True, tie_weights=tied)
     rest, muon = build(model, config(optimizer="muon")).parts
-    attn, mlp = model.blocks[0].sums[0].attn, model.blocks[0].sums[1].mlp
+    attn = model.blocks[0].sums[0].attn
+    mlp = model.blocks[0].sums[1].mlp
     hidden = {layer.weight for layer in (attn.qkv, attn.out, mlp.up, mlp.down)}
     assert muon.fused.keys() == hidden
     assert rest.state.keys() == {*model.parameters()} - hidden
@@ -126,7 +129,8 @@ def test_the_biases_of_experts_move_by_a_rate_of_their_own(optimizer):
     parts.step()
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
     scaled = [p for group in parts.param_groups for p in group["params"]]  # by a gradient scaler, which loads are not
-    assert len(scaled) == len([*model.parameters()]) - 1 and all(p is not bias for p in scaled)
+    assert len(scaled) == len([*model.parameters()]) - 1
+    assert all(p is not bias for p in scaled)
     assert not any("balance" in name for name in parts.state_tensors(model))
 
 
@@ -140,7 +144,8 @@ def test_loads_are_no_gradients():
         p.grad = torch.full_like(p, 2.0)
     others = sharded.model.n_params() - sum(p.numel() for p in biases)
     assert torch.allclose(sharded.clip(0.5), torch.tensor(2.0 * others**0.5))
-    assert len(biases) == 2 and all((p.grad == 2.0).all() for p in sharded.loads)
+    assert len(biases) == 2
+    assert all((p.grad == 2.0).all() for p in sharded.loads)
     assert all(p in sharded.loads or (p.grad < 0.1).all() for p in sharded.model.parameters())
 
 
@@ -170,7 +175,8 @@ def test_muon_splits_what_the_model_computes_with(flags, where, matrices, larges
 def test_an_update_of_any_optimizer(kind):
     """A part of a parameter is updated as in the whole, which FSDP rests on."""
     torch.manual_seed(0)
-    start, grads = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(3)]
+    start = torch.randn(6, 4)
+    grads = [torch.randn(6, 4) for _ in range(3)]
 
     def after(rows: slice, grads: list[torch.Tensor], decay: float = 0.0) -> torch.Tensor:
         p = nn.Parameter(start[rows].clone())

@@ -57,7 +57,9 @@ CASES = {
 # Float32 against float64, the most that was seen: losses 1.1e-7 of their size, norms 1.5e-6 (else 3e-7), states of
 # optimizers 1.2e-5 (the norm of the difference), weights 1.8e-5. With a rate of 0.02, or some seeds, a token's and a
 # place's embedding come to cancel nearly, the first norm divides by what is left, and all errors grow a hundredfold.
-FIGURES, NORMS, TENSORS = 1e-6, 1e-5, 1e-4
+FIGURES = 1e-6
+NORMS = 1e-5
+TENSORS = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,8 @@ def short_data(tmp_path_factory):
 
 def write(folder, every: int, *lengths: int):
     """So many tokens of train and val, in documents of about `every`: letters that depend on those before them."""
-    rng, tokenizer = np.random.default_rng(0), ByteTokenizer()
+    rng = np.random.default_rng(0)
+    tokenizer = ByteTokenizer()
     with ShardWriter(folder, tokenizer, shard_tokens=300) as out:
         for split, length in zip(("train", "val"), lengths, strict=True):
             tokens = np.cumsum(rng.integers(0, 3, length)) % 26 + 97
@@ -113,7 +116,8 @@ def assert_equal(folder, case: dict, lines: list[dict], tensors: dict[str, torch
     assert found.keys() == tensors.keys()
     for name, x in tensors.items():
         ours, theirs = (compared(name, each.double(), case.get("n_kv_head", 2)) for each in (found[name], x))
-        error, size = (ours - theirs).norm().item(), theirs.norm().item()
+        error = (ours - theirs).norm().item()
+        size = theirs.norm().item()
         assert error <= TENSORS * size, f"{name} of size {size:.1e} differs by {error / size:.1e} of it"
 
 
@@ -123,7 +127,8 @@ def test_a_run_equals_the_oracles(run, short_data, case):
     lines, tensors = expected(case, oracle.Source(str(short_data)))
     assert_equal(folder, case, lines, tensors)
     trained = [line for line in lines if "loss" in line]
-    assert trained[-1]["loss"] < trained[0]["loss"] - 0.1 and trained[-1]["epoch"] > 2
+    assert trained[-1]["loss"] < trained[0]["loss"] - 0.1
+    assert trained[-1]["epoch"] > 2
     limit = (SHORT | case)["grad_clip"]
     clipped = sum(line["grad_norm"] > limit > 0 for line in trained)
     assert (clipped > 0) == (0 < limit < 2), clipped
@@ -133,7 +138,8 @@ def test_a_run_equals_the_oracles(run, short_data, case):
 
 def test_a_mixture_equals_the_oracles(run, short_data, tmp_path):
     """Of a source with 38 windows and one with 11, which the run goes through at different paces."""
-    case, other = dict(MASKED, eval_iters=4, doc_mask=True), write(tmp_path / "other", 20, 180, 90)
+    case = dict(MASKED, eval_iters=4, doc_mask=True)
+    other = write(tmp_path / "other", 20, 180, 90)
     folder = run(f"--dataset={short_data}:0.6,{other}:.25", *flags_of(case))
     lines, tensors = expected(case, oracle.Source(str(short_data), 12), oracle.Source(str(other), 5))
     assert_equal(folder, case, lines, tensors)
@@ -142,7 +148,8 @@ def test_a_mixture_equals_the_oracles(run, short_data, tmp_path):
 
 def plant(monkeypatch, micro_steps: int, steps: tuple[int, ...], first: int = 0, narrow=lambda x: x):
     """In a run that begins at step `first`, the loss of the second micro-batch of these steps is infinite."""
-    plain, calls = model.Model.loss, []
+    plain = model.Model.loss
+    calls = []
 
     def loss(self, x, targets):
         if not self.training:
@@ -156,7 +163,8 @@ def plant(monkeypatch, micro_steps: int, steps: tuple[int, ...], first: int = 0,
 
 def test_skipped_steps_equal_the_oracles(run, short_data, monkeypatch):
     """Weights and states stay as they are, Adam's count too; data and rate go on. It resumes between two."""
-    case, source = dict(SEQ2SEQ, optimizer="muon", eval_interval=4, lr_decay_iters=8), f"--dataset={short_data}"
+    case = dict(SEQ2SEQ, optimizer="muon", eval_interval=4, lr_decay_iters=8)
+    source = f"--dataset={short_data}"
     with monkeypatch.context() as patch:
         plant(patch, 3, (0, 3, 6))
         run(source, *flags_of(case), "--skip_nonfinite=True", "--max_iters=4")
@@ -164,7 +172,8 @@ def test_skipped_steps_equal_the_oracles(run, short_data, monkeypatch):
     folder = run(source, *flags_of(case), "--skip_nonfinite=True", "--init_from=resume")
     lines, tensors = expected(case, oracle.Source(str(short_data)), infinite=(0, 3, 6))
     assert_equal(folder, case, lines, tensors)
-    assert tensors["optim.wte.weight.step"] == 5 and lines[-2]["skipped"] == 3
+    assert tensors["optim.wte.weight.step"] == 5
+    assert lines[-2]["skipped"] == 3
 
 
 class Narrow(torch.autograd.Function):
@@ -185,7 +194,8 @@ def test_the_gradient_scaler_equals_the_oracles(run, short_data, monkeypatch):
     """Steps that overflow are left out for all parameters, without a count; the scale falls, and rises again after two
     good steps; clipping and grad_norm see gradients without the scale. A resume brings scale and count back."""
     case = dict(optimizer="muon", eval_interval=7, lr_decay_iters=12, max_iters=12, grad_clip=0.8)
-    source, plain = f"--dataset={short_data}", torch.amp.GradScaler
+    source = f"--dataset={short_data}"
+    plain = torch.amp.GradScaler
 
     def scaling(patch, first: int, scale: float):
         plant(patch, 3, (8,), first, Narrow.apply)

@@ -31,7 +31,8 @@ exit {code}
 @pytest.fixture
 def job(tmp_path):
     """job(*flags) starts the script; torchrun's worker works until it is told to stop, or fails with a code."""
-    log, started = tmp_path / "log", []
+    log = tmp_path / "log"
+    started = []
 
     def call(*flags: str, code: int = 0) -> subprocess.Popen:
         log.unlink(missing_ok=True)

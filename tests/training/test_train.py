@@ -94,7 +94,8 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
     torch.manual_seed(0)
     batch = {name: torch.randint(30, (4, 16)) for name in ("idx", "targets", "source")}
     batch = {name: x for name, x in batch.items() if name != "source" or "objective" in flags}
-    dropped, drawn = ops.dropped, []
+    dropped = ops.dropped
+    drawn = []
     monkeypatch.setattr(ops, "dropped", lambda x, p: drawn.append(p) or dropped(x, p))
 
     def gradients(seed: int, kind: str) -> dict[str, torch.Tensor]:
@@ -106,8 +107,10 @@ def test_recomputation_draws_the_same_masks(monkeypatch, flags, kind):
         replica.backward(iter([batch] * 2), 2, torch.amp.GradScaler("cpu", enabled=False))
         return {name: p.grad for name, p in replica.model.named_parameters()}
 
-    plain, masks = gradients(1, "none"), len(drawn)
-    again, masks_again = gradients(1, kind), len(drawn)
+    plain = gradients(1, "none")
+    masks = len(drawn)
+    again = gradients(1, kind)
+    masks_again = len(drawn)
     other = gradients(2, kind)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert not any(torch.equal(other[name], plain[name]) for name in plain)
@@ -143,7 +146,9 @@ PRODUCTS = tuple(f"aten.{name}." for name in "mm addmm bmm baddbmm linear matmul
 ], ids=["standard", "joint", "seq2seq"])  # fmt: skip
 def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     """In training, recomputation, evaluations, samples and Muon; parameters and gradients are float32."""
-    kept, backward, taken = set(), ShardedModel.backward, set()
+    kept = set()
+    backward = ShardedModel.backward
+    taken = set()
 
     def seen(self, *args):
         loss = backward(self, *args)
@@ -158,7 +163,8 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     with Operations(note):
         folder = run(*flags, "--dtype=bfloat16", "--optimizer=muon", "--max_iters=1", "--eval_interval=1")
     prompt = "--start=the <mask>" if "--objective=seq2seq" in flags else "--start=the"
-    assert taken == {torch.bfloat16} and kept == {torch.float32}
+    assert taken == {torch.bfloat16}
+    assert kept == {torch.float32}
     taken.clear()
     with Operations(note):
         sample.main([f"--out_dir={folder}", prompt, "--dtype=bfloat16", "--max_new_tokens=4", "--device=cpu"])
@@ -171,7 +177,8 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
 
 def test_a_whole_evaluation_reads_at_most_100_batches_of_training(run, monkeypatch):
     """It has more of validation here. (The oracle's runs have fewer, and read as many of both.)"""
-    read, loss = [], Evaluation.loss
+    read = []
+    loss = Evaluation.loss
     monkeypatch.setattr(Evaluation, "loss", lambda self, split, n, stop: read.append(n) or loss(self, split, 1, stop))
     run("--block_size=4", "--batch_size=2", "--eval_iters=0", "--max_iters=1", "--eval_interval=0", "--warmup_iters=0")
     assert read == [100, 0]
@@ -265,7 +272,8 @@ def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
     stream = data.split("val")
     with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
     token_bytes, why_not = evaluation.byte_lengths(cfg, data, stream, with_others)
-    assert token_bytes is None and "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
+    assert token_bytes is None
+    assert "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR" in why_not
     alone = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x)
     assert evaluation.byte_lengths(cfg, data, stream, alone)[0].sum() == 256
 
@@ -282,7 +290,8 @@ def test_packages_of_our_folders_names_change_nothing(tmp_path):
     for name in ("data", "engine", "tools"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
-    command, env = [sys.executable, "data/pycode/prepare.py", "--help"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "data/pycode/prepare.py", "--help"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, env=env, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -300,7 +309,9 @@ def test_save_policy(run):
 
 def script(monkeypatch):
     """(a list for the validation losses of the coming evaluations, a list of those that were returned)."""
-    plain, losses, seen = Evaluation.losses, [], []
+    plain = Evaluation.losses
+    losses = []
+    seen = []
 
     def scripted(self, stop):
         of_train, of_val = plain(self, stop)
@@ -320,11 +331,13 @@ def test_a_run_that_goes_back_goes_back_to_its_best_checkpoint(run, monkeypatch,
     assert (folder / "best").read_text() == "step_00000006\n"
     for best in (2, 4):
         (folder / "latest").write_text("step_00000004\n")
-        losses[:], seen[:] = [4.0, 5.0], []
+        losses[:] = [4.0, 5.0]
+        seen[:] = []
         capsys.readouterr()
         run(*flags, "--init_from=resume")
         out = capsys.readouterr().out
-        assert (folder / "best").read_text() == f"step_{best:08d}\n" and f", of step_{best:08d}" in out
+        assert (folder / "best").read_text() == f"step_{best:08d}\n"
+        assert f", of step_{best:08d}" in out
         assert ("the best loss begins anew, as step_00000002 is gone" in out) == (best == 4)
         shutil.rmtree(folder / f"step_{best:08d}")
 
@@ -353,7 +366,8 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
     flags = ["--eval_interval=2", "--keep_last=1"]
     found = []
     for evaluated, best in (([0, 2, 4, 6], 2), ([6, 8], 2), ([8, 10, 12], 10)):
-        steps[:], seen[:] = [val[step] for step in evaluated], []
+        steps[:] = [val[step] for step in evaluated]
+        seen[:] = []
         resumed = ["--init_from=resume"] * (evaluated[0] > 0)
         folder = run(*flags, f"--max_iters={evaluated[-1]}", "--lr_decay_iters=40", *resumed)
         assert seen == steps
@@ -362,7 +376,8 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
         assert {path.name for path in folder.glob("step_*")} == kept
         found += [checkpoint.read_state(folder / name)["best_val_loss"] for name in sorted(kept)]
     assert found == [3.0, 3.0, 3.0, 3.0, 2.5, 2.5]
-    steps[:], seen[:] = [9.0, 3.0, 4.0, 3.5], []
+    steps[:] = [9.0, 3.0, 4.0, 3.5]
+    seen[:] = []
     improved = run(*flags, "--max_iters=6", "--always_save_checkpoint=False", out="improved")
     assert sorted(path.name for path in improved.glob("step_*")) == ["step_00000002", "step_00000006"]
 
@@ -377,13 +392,17 @@ def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch, t
     assert capsys.readouterr().out.strip() == said
     for where in (folder, folder / "step_00000002"):
         line = refused(lambda flags: run(*flags), ["--eval_only=True", f"--out_dir={where}"], capsys)
-        assert "eval_only=True (command line)" in line and "random weights" in line and "--init_from=resume" in line
+        assert "eval_only=True (command line)" in line
+        assert "random weights" in line
+        assert "--init_from=resume" in line
     run("--eval_only=True", out="new")
-    assert "step 0: " in capsys.readouterr().out and not (tmp_path / "new").exists()
+    assert "step 0: " in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
     for compiled in (False, True):
         run("--init_from=resume", "--max_iters=2", f"--compile={compiled}")
-        assert losses(folder) == before and "raise it to train on" in capsys.readouterr().out
+        assert losses(folder) == before
+        assert "raise it to train on" in capsys.readouterr().out
 
 
 def test_the_losses_of_both_splits_are_finite(tmp_path):
@@ -397,7 +416,8 @@ def test_the_losses_of_both_splits_are_finite(tmp_path):
 @pytest.mark.parametrize("bad, interval, saved", [(5, 4, [4]), (5, 5, [4, 5]), (3, 4, [])])
 def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad, interval, saved):
     """The last checkpoint may be of the step whose loss is not finite, and then not a good one."""
-    plain, calls = model.Model.loss, []
+    plain = model.Model.loss
+    calls = []
 
     def loss(self, x, targets):
         calls.append(self.training)
@@ -412,10 +432,12 @@ def test_a_loss_that_is_not_finite_stops(run, monkeypatch, capsys, tmp_path, bad
     assert [state_of(step)["step"] for step in steps] == saved
     assert all(x.isfinite().all() for step in steps for x in weights_in(step).values())
     message = capsys.readouterr().err
-    assert f"step {bad} (samples {8 * bad} to {8 * bad + 7})" in message and "--skip_nonfinite=True" in message
+    assert f"step {bad} (samples {8 * bad} to {8 * bad + 7})" in message
+    assert "--skip_nonfinite=True" in message
     go_back = f", and go back to the last good checkpoint, {tmp_path / 'bad' / 'step_00000004'}\n"
     assert message.endswith(f"or lower --learning_rate{go_back if bad > 4 else chr(10)}")
-    assert "Traceback" not in message and len(message.strip().splitlines()) == 1
+    assert "Traceback" not in message
+    assert len(message.strip().splitlines()) == 1
 
 
 def ends_badly(run, *flags, capsys) -> str:
@@ -424,13 +446,16 @@ def ends_badly(run, *flags, capsys) -> str:
     with pytest.raises(SystemExit) as stop:
         run(*flags)
     message = capsys.readouterr().err
-    assert stop.value.code == 1 and message.startswith("error: ") and len(message.strip().splitlines()) == 1
+    assert stop.value.code == 1
+    assert message.startswith("error: ")
+    assert len(message.strip().splitlines()) == 1
     return message
 
 
 def test_a_run_that_leaves_out_fifty_steps_in_a_row_ends(run, monkeypatch, capsys, tmp_path):
     """None of them is saved, as its weights may be at fault. Step 19, between them, is finite."""
-    plain, calls = model.Model.loss, []
+    plain = model.Model.loss
+    calls = []
 
     def loss(self, x, targets):
         calls.append(self.training)
@@ -442,9 +467,11 @@ def test_a_run_that_leaves_out_fifty_steps_in_a_row_ends(run, monkeypatch, capsy
     flags = ["--skip_nonfinite=True", "--save_interval=3", "--keep_last=1", "--eval_interval=0", "--max_iters=99"]
     message = ends_badly(run, *flags, capsys=capsys)
     [last] = (tmp_path / "out").glob("step_*")
-    assert last.name == "step_00000006" and metrics(last.parent)[-1]["step"] == 68
+    assert last.name == "step_00000006"
+    assert metrics(last.parent)[-1]["step"] == 68
     assert "is not finite at step 20 (samples 160 to 167); nor is it in the 49 steps after it; lower" in message
-    assert f", and go back to the last good checkpoint, {last}\n" in message and "skip_nonf" not in message
+    assert f", and go back to the last good checkpoint, {last}\n" in message
+    assert "skip_nonf" not in message
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(run, monkeypatch, capsys, tmp_path):
@@ -452,11 +479,13 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(run, monkeypatch, capsys,
     losses, _ = script(monkeypatch)
     losses[:] = [5.0, 3.0, math.nan, math.inf]
     message = ends_badly(run, "--eval_interval=2", "--max_iters=8", "--keep_last=1", capsys=capsys)
-    assert "the evaluation at step 4 is not finite: train loss" in message and "val loss nan; lower" in message
+    assert "the evaluation at step 4 is not finite: train loss" in message
+    assert "val loss nan; lower" in message
     assert f"go back to the last good checkpoint, {tmp_path / 'out' / 'step_00000002'}\n" in message
     assert state_of(tmp_path / "out")["step"] == 2
     message = ends_badly(run, "--init_from=resume", "--eval_only=True", capsys=capsys)
-    assert "at step 2 is not finite" in message and "val loss inf; lower --learning_rate\n" in message
+    assert "at step 2 is not finite" in message
+    assert "val loss inf; lower --learning_rate\n" in message
 
 
 @pytest.mark.parametrize("name", ["model.wte.weight", "optim.wte.weight.exp_avg_sq", "optim.wte.weight.average"])
@@ -474,13 +503,17 @@ def test_what_is_not_finite_is_not_saved(run, monkeypatch, capsys, tmp_path, nam
     flags = ["--save_interval=2", "--eval_interval=0", "--max_iters=6", "--keep_last=1", "--ema_decay=0.9"]
     message = ends_badly(run, *flags, capsys=capsys)
     good = tmp_path / "out" / "step_00000002"
-    assert f"at step 4, {name} has numbers that are not finite; lower" in message and f"checkpoint, {good}\n" in message
+    assert f"at step 4, {name} has numbers that are not finite; lower" in message
+    assert f"checkpoint, {good}\n" in message
     assert [*(tmp_path / "out").glob("*step*")] == [good]
 
 
 def test_a_spike_is_left_out(run, monkeypatch, capsys):
     """As if the rate were 0 in steps 25, 26 and 32; a resume after the first of them goes on digit for digit."""
-    plain, calls, rate, spikes = model.Model.loss, [], optim.learning_rate, {7, 25, 26, 32}
+    plain = model.Model.loss
+    calls = []
+    rate = optim.learning_rate
+    spikes = {7, 25, 26, 32}
 
     def loss(self, x, targets):
         calls.append(self.training)
@@ -490,7 +523,8 @@ def test_a_spike_is_left_out(run, monkeypatch, capsys):
     flags = ["--beta1=0", "--beta2=0", "--weight_decay=0", "--grad_clip=0", "--save_interval=26"]
     folder = run(*flags, "--spike_factor=10.0")
     said = re.findall(r"step (\d+) is left out: the norm of its gradient, [\d.e+]+, is (\d+)", capsys.readouterr().out)
-    assert [int(step) for step, _ in said] == [25, 26, 32] and all(int(times) > 100 for _, times in said)
+    assert [int(step) for step, _ in said] == [25, 26, 32]
+    assert all(int(times) > 100 for _, times in said)
     lines = [line for line in metrics(folder) if "lr" in line]
     assert [line.get("skipped", 0) for line in lines[24:34]] == [0, 1, 2, 2, 2, 2, 2, 2, 3, 3]
     calls.clear()
@@ -555,7 +589,8 @@ def test_a_pipe_that_nobody_reads_any_more(number, tiny_data, tmp_path, run):
         if number is not None:
             os.kill(process.pid, number)
     process.join(60)
-    assert process.exitcode == 0 and (tmp_path / "stderr").read_text() == f"{STOPPING}\n"
+    assert process.exitcode == 0
+    assert (tmp_path / "stderr").read_text() == f"{STOPPING}\n"
     step = state_of(tmp_path / "cut")["step"]
     assert step >= 6
     assert steps_of(tmp_path / "cut") == steps_of(run(f"--max_iters={step}", "--lr_decay_iters=40", out="whole"))
@@ -575,7 +610,8 @@ def test_a_signal_in_an_evaluation(run, tiny_data, tmp_path):
     common = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'cut'}"]
     said = launch(2, train_with_a_signal_in_an_evaluation, tmp_path, [*common, *flags])
     assert checkpoint.find(tmp_path / "cut").name == "step_00000006"
-    assert "stopped by a signal to another rank" in said and "with step 6 saved" in said
+    assert "stopped by a signal to another rank" in said
+    assert "with step 6 saved" in said
     assert len(losses(tmp_path / "cut")) == 1 + 6  # no second evaluation
     run("--init_from=resume", *flags, out="cut")
     assert distance(losses(tmp_path / "cut"), losses(run(*flags, out="whole"))) < 1e-9
@@ -604,7 +640,8 @@ def test_a_signal_is_answered(rank, capfd, in_this_process):
     stop.listen()
     signal.raise_signal(signal.SIGINT)
     stop.listen()
-    assert stop.name == "SIGINT" and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert stop.name == "SIGINT"
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert capfd.readouterr().err == ("" if rank else f"{STOPPING}\n")
 
 
@@ -617,9 +654,12 @@ def test_signals_that_come_twice_by_themselves(capfd, monkeypatch, in_this_proce
     stop.listen()
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
         signal.raise_signal(number)
-        assert stop.name == "SIGHUP" and stop.agreed() and not exits
+        assert stop.name == "SIGHUP"
+        assert stop.agreed()
+        assert not exits
     signal.raise_signal(signal.SIGINT)
-    assert exits == [128 + signal.SIGINT] and capfd.readouterr().err.startswith(f"{STOPPING}\n")
+    assert exits == [128 + signal.SIGINT]
+    assert capfd.readouterr().err.startswith(f"{STOPPING}\n")
 
 
 def test_a_signal_that_is_ignored_stays_ignored(in_this_process):
@@ -634,7 +674,8 @@ def test_a_signal_that_is_ignored_stays_ignored(in_this_process):
 @pytest.mark.parametrize("failing, kept, best", [(4, [2], None), (8, [4, 6], 4)])
 def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path, failing, kept, best):
     """The run stops with exit code 2 and one line. What was saved before stays, and resumes."""
-    save, out = checkpoint.save, tmp_path / "full"
+    save = checkpoint.save
+    out = tmp_path / "full"
 
     def to_full_disk(out_dir, step, *args):
         with full_disk(20_000) if (out_dir, step) == (str(out), failing) else nullcontext():
@@ -645,7 +686,8 @@ def test_a_checkpoint_that_cannot_be_written(run, monkeypatch, capsys, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", to_full_disk)
         error = refused(lambda flags: run(*flags, out="full"), flags, capsys)
-    assert f"step_{failing:08d}: File too large; " in error and error.endswith("start again with --init_from=resume\n")
+    assert f"step_{failing:08d}: File too large; " in error
+    assert error.endswith("start again with --init_from=resume\n")
     assert sorted(path.name for path in out.glob("step_*")) == [f"step_{n:08d}" for n in kept]
     assert checkpoint.find(out).name == f"step_{kept[-1]:08d}"
     if best is not None:
@@ -668,7 +710,8 @@ def test_a_schedule_that_moves_is_announced(run, capsys):
 
 def test_two_signals_at_once_end_the_process(monkeypatch, in_this_process):
     """torchrun passes two Ctrl-C on as SIGINT and SIGTERM, and Python calls both handlers after one long operation."""
-    exits, both = [], {signal.SIGINT, signal.SIGTERM}
+    exits = []
+    both = {signal.SIGINT, signal.SIGTERM}
     monkeypatch.setattr(os, "_exit", exits.append)
     StopSignal(ALONE).listen()
     signal.pthread_sigmask(signal.SIG_BLOCK, both)
@@ -685,7 +728,8 @@ def test_ranks_agree_on_the_step_at_which_they_stop(call, where, steps, tiny_dat
     said = launch(2, train_until, tmp_path, call, signal.SIGTERM, [*flags, "--eval_interval=4"], where)
     assert "stopped by a signal to another rank" in said
     saved = state_of(tmp_path / "cut")
-    assert saved["step"] in steps and saved["ranks"] == 2
+    assert saved["step"] in steps
+    assert saved["ranks"] == 2
     assert {f"rng.{rank}.cpu" for rank in (0, 1)} <= tensors_in(tmp_path / "cut").keys()
 
 
@@ -720,14 +764,17 @@ def test_freed_memory_is_kept(tmp_path):
 
 def test_garbage_is_collected_in_fixed_steps(run, monkeypatch):
     """After steps 1, 3 and 6, and never in between; the process has its collector back afterwards."""
-    seen, collect, step = [], train.gc.collect, train.Run.train_step
+    seen = []
+    collect = train.gc.collect
+    step = train.Run.train_step
     monkeypatch.setattr(train, "COLLECT", 3)
     monkeypatch.setattr(train.gc, "collect", lambda: seen.append("collected") or collect())
     monkeypatch.setattr(train.Run, "train_step", lambda r, lr: seen.append(train.gc.isenabled()) or step(r, lr))
     monkeypatch.setattr(train.gc, "unfreeze", lambda: seen.append("unfrozen"))
     run("--max_iters=7", "--eval_interval=0")
     steps = [True, "collected", False, False, "collected", False, False, False, "collected", False]
-    assert seen == [*steps, "unfrozen"] and train.gc.isenabled()
+    assert seen == [*steps, "unfrozen"]
+    assert train.gc.isenabled()
 
 
 def test_steps_are_traced(run, capsys):
@@ -739,7 +786,8 @@ def test_steps_are_traced(run, capsys):
     assert f"trace in {folder}/trace.json" in capsys.readouterr().out
     assert losses(folder) == losses(run(*short, "--max_iters=9", out="plain"))
     folder = run("--max_iters=4", "--profile_steps=3", out="short")
-    assert "warning: no trace, as" in capsys.readouterr().out and not (folder / "trace.json").exists()
+    assert "warning: no trace, as" in capsys.readouterr().out
+    assert not (folder / "trace.json").exists()
 
 
 @pytest.mark.parametrize("users, set_to", [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "None")])
