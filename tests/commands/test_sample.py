@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -324,9 +325,9 @@ def test_each_sample_of_seq2seq_fills_its_blank(capsys, monkeypatch):
     source = torch.tensor([[*b"a", 257, *b"b"]] * 3)
     tokenizer = ByteTokenizer()
     cfg = SampleConfig(start="a<mask>b", num_samples=3)
-    greedy = lambda logits: logits.argmax(-1)
+    likeliest = partial(torch.argmax, dim=-1)
     monkeypatch.setattr(sample, "generate", generate)
-    assert sample.fill_spans(cfg, None, tokenizer, cfg.start, source, greedy) == 3 * 5
+    assert sample.fill_spans(cfg, None, tokenizer, cfg.start, source, likeliest) == 3 * 5
     assert capsys.readouterr().out == sample.SEPARATOR.join(["axb", "ayyyyb", "awwb"]) + "\n"
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from configurator import parse
 from data import command, corpus, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
+from engine.config import Config
 from tests import ranks
 from tests.data.preparing import error, splits_of, validates, write_text
-from tests.helpers import ROOT, metrics, read_all
+from tests.helpers import ROOT, read_all
 
 NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext")
 
@@ -65,7 +67,7 @@ def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
     assert seen == [3]
 
 
-def test_all_that_a_preparation_prints(call, tmp_path):
+def test_all_that_a_preparation_prints(call, tmp_path, monkeypatch):
     """The documents are counted, those of one text twice in a folder once, and their bytes with an end-of-text each."""
     lengths = [100 + 10 * number for number in range(30)]
     (tmp_path / "texts").mkdir()
@@ -82,12 +84,16 @@ def test_all_that_a_preparation_prints(call, tmp_path):
     assert len(val) > 2
     out = tmp_path / "out"
     flags = ["--tokenizer=byte", "--val_fraction=0.2", f"--out={out}"]
+    following = f"python train.py config/train_pycode.py --dataset={out} --out_dir=out/out"
     assert call("text", f"--input={tmp_path}/texts", *flags) == (
         0,
         f"{len(train)} + {len(val)} documents, {sum(train):,} train + {sum(val):,} val tokens in {out}; "
-        f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out\n",
+        f"next: {following}\n",
         "files to read: 30; left out: 1 of other kinds, 1 second names of a file\n",
     )
+    monkeypatch.chdir(ROOT)
+    cfg = parse(Config, shlex.split(following)[2:])
+    dataset.open_data(cfg.dataset)
 
 
 def test_ctrl_c_is_answered(capsys, in_this_process):
@@ -163,33 +169,6 @@ def test_strange_meta_is_one_line(tmp_path, monkeypatch, text):
     Path("train.bin").write_bytes(b"\1\0")
     Path("meta.json").write_text(text)
     assert len(error(lambda: dataset.open_data(tmp_path).split("train"))) < 700
-
-
-WORDS = "def self x if not in for key value list of print while try with yield None True class join map zip sum".split()
-
-
-@pytest.mark.parametrize("size, tokenizer, documents", [
-    (100_000, "char", "file"), (100_000, "byte", "line"), (100_000, "bpe:300", "file"),
-])  # fmt: skip
-def test_the_next_command_trains(call, tmp_path, monkeypatch, size, tokenizer, documents):
-    """Two steps of a smaller model; nothing else differs from what the command says."""
-    rng = random.Random(0)
-    lines = [" ".join(rng.choices(WORDS, k=6)) for _ in range(1 + size // 30)]
-    (tmp_path / "a.txt").write_text("\n".join(lines)[:size])
-    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer}", f"--documents={documents}"]
-    if documents == "line":
-        flags.append("--val_fraction=0.6")
-    code, out, _ = call("text", *flags, f"--out={tmp_path}/my data")
-    assert code == 0
-    assert out.count("next: python train.py ") == 1
-    arguments = shlex.split(out.split("next: python train.py ")[1])
-    assert f"--dataset={tmp_path}/my data" in arguments
-    assert "--out_dir=out/my data" in arguments
-    more = ["--max_iters=2", "--warmup_iters=1", "--cooldown_iters=1", "--eval_iters=1", "--device=cpu"]
-    more += ["--compile=False", "--n_layer=1", "--n_head=1", "--n_embd=32"]
-    monkeypatch.chdir(ROOT)
-    ranks.train_main([*arguments, *more, f"--out_dir={tmp_path}/run"])
-    assert any("val_loss" in row for row in metrics(tmp_path / "run"))
 
 
 def test_out_is_a_name_or_a_path(monkeypatch, tmp_path):

@@ -17,7 +17,6 @@ import ops
 import sample
 import train
 from configurator import parse
-from data import errors
 from engine.config import Config
 from engine.device import torch_errors
 from engine.plan import memory
@@ -25,7 +24,6 @@ from engine.plan.estimate import Rank
 from model import ModelConfig
 from sample import SampleConfig
 from tests.helpers import TINY, refused
-from tests.ranks import exit_codes
 from tools import lens
 
 CPU = torch.device("cpu")
@@ -62,21 +60,6 @@ def test_too_much_is_refused_before_it_is_allocated(tiny_data, tmp_path, capsys,
     refused(train.main, argv, capsys, words)
     assert time.process_time() - started < 10
     assert not (tmp_path / "out").exists()
-
-
-def train_where_the_first_rank_speaks_soon(flags: list[str]):
-    os.sysconf = MACHINE.get
-    errors.FIRST_RANK_SPEAKS = 1
-    train.main(flags)
-
-
-def test_ranks_that_need_too_much_end_with_one_line(tiny_data, tmp_path):
-    """They share the machine, and the first one speaks."""
-    flags = [*TINY, f"--dataset={tiny_data}", "--n_layer=40", "--n_embd=16384", f"--out_dir={tmp_path / 'out'}"]
-    assert exit_codes(2, train_where_the_first_rank_speaks_soon, tmp_path, flags)[0] == 2
-    [line] = (tmp_path / "rank 0").read_text().splitlines()
-    assert line.startswith("error: ")
-    assert "with n_layer=40 (command line): needs at least 1,9" in line
 
 
 def test_the_data_s_vocabulary_is_refused_too(tmp_path, capsys):

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shlex
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -51,57 +50,28 @@ def loop(metrics, steps, stop):
 
 
 def test_one_line_per_step_with_all_digits(tmp_path, capsys):
-    """In the file; on the console they are nanoGPT's, without control characters off a terminal."""
+    """JSON has no nan and inf, which are null. The console has no control characters off a terminal."""
     metrics = open_metrics(tmp_path / "deep" / "out")
     loss = 0.1 + 0.2 + 1e-17
     metrics.log(0, loss, 1e-3, 0.5, 640, {"epoch": 0.25})
     metrics.log(10, math.nan, 1e-3, math.inf, 7040, {"skipped": 3})
-    metrics.evaluation(11, 1 / 3, 2 / 3, 1 / 7, is_best=True)
     metrics.evaluation(12, 1 / 3, 2 / 3, None)
-    metrics.say("saved")
     metrics.close()
-    first, second, *evaluations = lines(tmp_path / "deep" / "out")
+    first, second, evaluation = lines(tmp_path / "deep" / "out")
     fields = "step kind loss lr grad_norm tokens flops tokens_per_s mfu ms_per_step peak_memory_bytes".split()
     assert list(first) == [*fields, "epoch"]
     assert list(second) == [*fields, "skipped"]
     assert first["loss"] == loss
-    assert first["tokens"] == 640
     assert first["flops"] == 640_000
-    assert first["epoch"] == 0.25
     assert second["loss"] is None
     assert second["grad_norm"] is None
-    assert second["skipped"] == 3
-    losses = {"kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3}
-    assert evaluations == [{"step": 11, **losses, "val_bpb": 1 / 7}, {"step": 12, **losses, "val_bpb": None}]
+    assert evaluation == {"step": 12, "kind": "eval", "train_loss": 1 / 3, "val_loss": 2 / 3, "val_bpb": None}
     out, err = capsys.readouterr()
-    trained, left_out, *rest = out.splitlines()
-    assert re.fullmatch(r"iter 0: loss 0.3000, time .+ms, tok/s .+, mfu .+, lr 1.00e-03, grad norm 0.500", trained)
+    _, left_out, evaluated = out.splitlines()
     assert left_out.endswith(", grad norm inf, skipped 3")
-    assert rest == [
-        "step 11: train loss 0.3333, val loss 0.6667, bpb 0.1429 (the best so far)",
-        "step 12: train loss 0.3333, val loss 0.6667",
-        "saved",
-    ]  # fmt: skip
+    assert evaluated == "step 12: train loss 0.3333, val loss 0.6667"
     assert err == ""
     assert not any(c in out for c in "\r\x1b")
-
-
-def test_rates_are_of_the_interval_and_leave_pauses_out(tmp_path, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    metrics = open_metrics(tmp_path, step=7, tokens=700)  # a resumed run
-    clock[0] += 2
-    metrics.log(7, 1.0, 1e-3, 0.5, 800, {})
-    clock[0] += 1
-    with metrics.paused():
-        clock[0] += 50
-    clock[0] += 3
-    metrics.log(10, 1.0, 1e-3, 0.5, 1400, {})
-    metrics.close()
-    first, second = lines(tmp_path)
-    assert (first["tokens_per_s"], first["ms_per_step"], first["mfu"]) == (50, 2000, 50 * 1000 / 1e9)
-    assert (second["tokens_per_s"], second["ms_per_step"]) == (150, 4000 / 3)  # 600 tokens, 3 steps, 4 s
-    assert second["mfu"] == 150 * 1000 / 1e9
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
@@ -205,20 +175,12 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
     assert terminal.rows()[-1] == ""
 
 
-def test_the_end_says_what_to_type_next(tmp_path, capsys):
-    folder = tmp_path / "a run"
-    metrics = open_metrics(folder)
-    metrics.end("done; the best val loss is 1.2500, of step_00000020", stopped=False)
+def test_what_is_to_be_typed_next_has_quotation_marks(tmp_path, capsys):
+    metrics = open_metrics(tmp_path / "a run")
     metrics.end("stopped by SIGTERM with step 7 saved", stopped=True)
     metrics.close()
-    done, sample, plot, resume, stopped = capsys.readouterr().out.splitlines()
-    assert "1.2500, of step_00000020" in done
-    assert "min" in done
-    assert shlex.split(sample)[1:] == ["sample.py", f"--out_dir={folder}"]
-    assert str(folder) in shlex.split(plot)
-    assert {f"--out_dir={folder}", "--init_from=resume", "--max_iters=40"} < {*shlex.split(resume)}
-    assert "step 7" in stopped
-    assert shlex.split(stopped)[-1] == "--init_from=resume"
+    resume = f"python train.py --out_dir='{tmp_path / 'a run'}' --init_from=resume"
+    assert capsys.readouterr().out == f"stopped by SIGTERM with step 7 saved; go on with {resume}\n"
 
 
 @pytest.mark.parametrize("name, half, tf32", [
