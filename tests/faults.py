@@ -36,9 +36,6 @@ ops.py: Targets of -1 have a gradient in the loss that goes chunk by chunk, thou
 model.py: The encoder's positions do not begin anew with each document under doc_positions.
   - x, t = self.embed(source, 0, docs)
   + x, t = self.embed(source, 0)
-model.py: Cross-attention sees the memory of all documents under doc_mask.
-  - Mask(causal=False, docs=inputs.memory_docs)
-  + Mask(causal=False)
   tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
 ops.py: The centring matrix of shaped attention is not masked causally, so the future leaks.
   -     lo, hi = mask.reach(T, S, v.device)
@@ -49,19 +46,10 @@ ops.py: The centring matrix of shaped attention is not masked causally, so the f
 engine/optim.py: Muon's updates are scaled up for wide matrices instead of for tall ones.
   - max(1, rows / columns) ** 0.5
   + max(1, columns / rows) ** 0.5
-engine/optim.py: Muon orthogonalises the matrices that share a weight (q, k and v; gate and values) as a single one.
-  - return {m.weight: m.fused for m in layers
-  + return {m.weight: None for m in layers
   tests/training/test_optim.py::test_muon_splits_what_the_model_computes_with
 engine/parallel/sharded.py: The logged loss is that of each step's last micro-batch alone.
   - loss += part.detach()
   + loss = part.detach() * micro_steps
-train.py: Each step has the learning rate of the step after it.
-  - lr = optim.learning_rate(run.step, cfg)
-  + lr = optim.learning_rate(run.step + 1, cfg)
-engine/optim.py: The cosine counts the warm-up as part of its way, so the rate jumps down when the warm-up ends.
-  - progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
-  + progress = step / end
   tests/training/test_oracle.py::test_a_run_equals_the_oracles
 engine/parallel/sharded.py: The gradient norm under tp, by which clipping goes, counts what all ranks have too little.
   - copies = math.prod(n for n, dim in cuts if dim is None)
@@ -107,9 +95,6 @@ engine/interchange/huggingface.py: The bias of q, k and v of an imported nanoGPT
 data/loader.py: All epochs visit the windows in the same order.
   - return permute(samples % n, n, hash64(stream_key + (samples // n).astype(np.uint64)))
   + return permute(samples % n, n, hash64(stream_key))
-data/loader.py: The corruption of training samples does not depend on the seed.
-  - corruption_keys(samples, self.seed)
-  + corruption_keys(samples, 0)
   tests/data/test_loader.py::test_ranks_and_resumes_change_nothing
 data/loader.py: The training loss is evaluated on the very windows that training reads first.
   - windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)
@@ -132,9 +117,6 @@ engine/evaluation.py: The training loss is evaluated with dropout, whose draws m
   -         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
   +         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
   +         self.sharded.model.eval()
-engine/checkpoint/run.py: A resume does not restore the random numbers' state, so dropout has other draws.
-  - torch.set_rng_state(tensors[f"rng.{ranks.rank}.cpu"])
-  + pass
   tests/training/test_train.py::test_resume_is_exact
 engine/checkpoint/saver.py: A validation loss counts as the best one when it is lower than the one before it.
   - if self.best_loss is not None and val_loss >= self.best_loss:
@@ -250,6 +232,51 @@ ops.py: The softcap of scores covers ALiBi's bias.
   - capped(q[..., :D] @ k[..., :D].mT, cap) + bias
   + capped(q[..., :D] @ k[..., :D].mT + bias, cap)
   tests/model/test_naive.py::test_a_text_of_several_strips
+train.py: After a resume, the first tokens_per_s counts all tokens since step 0.
+  - self.ranks.device, self.step, self.samples * cfg.block_size)
+  + self.ranks.device, self.step, 0)
+engine/metrics.py: The duration of a run is that since its last logged step.
+  - round(time.perf_counter() - self.started)
+  + round(time.perf_counter() - self.since)
+  tests/commands/test_transcripts.py::test_a_run_and_its_resume
+evaluate.py: The perplexity is a power of 2 instead of e.
+  - else math.exp(loss.nats)
+  + else 2**loss.nats
+sample.py: The tokens per second of several samples are those of one.
+  - return n * len(samples)
+  + return n
+  tests/commands/test_transcripts.py
+tools/lens.py: All columns of the lens's picture have the bars of the first one.
+  - [getattr(unit, field) for unit in units]
+  + [unit.share for unit in units]
+  tests/tools/test_lens.py::test_the_bars_of_the_picture
+train.py: The MFU is a share of the peak of one rank, so on n ranks it is n times too large.
+  - peak and peak * ranks.size
+  + peak
+  tests/training/test_train.py::test_the_mfu_is_a_share_of_the_peak_of_all_ranks
+engine/parallel/ranks.py: No rank on GPUs sets its device, so all of them allocate on the first one.
+  - torch.cuda.set_device(device)
+  + pass
+  tests/training/test_train.py::test_a_rank_takes_the_gpu_of_its_number_on_its_node
+engine/checkpoint/weights.py: evaluate.py --parallel=fsdp refuses weights that fit only on several ranks.
+  - flags, ranks.size, ranks.device)
+  + flags, 1, ranks.device)
+engine/parallel/connection.py: Ranks of several machines are taken to share the memory of one.
+  - os.environ.get("LOCAL_WORLD_SIZE", size)
+  + os.environ.get("WORLD_SIZE", size)
+  tests/plan/test_memory.py
+engine/plan/plan.py: Groups of exactly eight GPUs are planned with the network instead of NVLink.
+  - if ranks * distance <= PER_NODE:
+  + if ranks * distance < PER_NODE:
+  tests/plan/test_plan.py::test_bandwidth
+engine/step.py: Spikes are compared with the first hundred norms of a run instead of the last.
+  - [*last, norm][-self.LAST :]
+  + [*last, norm][: self.LAST]
+  tests/training/test_train.py::test_a_spike_is_above_the_median_of_the_last_hundred_norms
+engine/config.py: --lr_decay_iters is accepted beside --schedule=constant, which does not read it.
+  - lr_decay_iters: int = 0  # [schedule!=constant] step
+  + lr_decay_iters: int = 0  # step
+  tests/training/test_ignored.py
 """
 
 
