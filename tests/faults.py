@@ -122,7 +122,7 @@ engine/checkpoint/saver.py: A validation loss counts as the best one when it is 
   - if self.best_loss is not None and val_loss >= self.best_loss:
   + before, self.best_loss = self.best_loss, val_loss
   +         if before is not None and val_loss >= before:
-  tests/training/test_train.py::test_the_best_checkpoint_stays_when_validation_worsens
+  tests/training/test_saver.py::test_the_best_checkpoint_stays_when_validation_worsens
 train.py: A step that is left out does not count its samples, so a resume reads some of the data again.
   - self.samples += self.cfg.samples(self.step)
   + self.samples += self.cfg.samples(self.step) * bool(finite)
@@ -272,7 +272,7 @@ engine/plan/plan.py: Groups of exactly eight GPUs are planned with the network i
 engine/step.py: Spikes are compared with the first hundred norms of a run instead of the last.
   - [*last, norm][-self.LAST :]
   + [*last, norm][: self.LAST]
-  tests/training/test_train.py::test_a_spike_is_above_the_median_of_the_last_hundred_norms
+  tests/training/test_step.py::test_a_spike_is_above_the_median_of_the_last_hundred_norms
 engine/config.py: --lr_decay_iters is accepted beside --schedule=constant, which does not read it.
   - lr_decay_iters: int = 0  # [schedule!=constant] step
   + lr_decay_iters: int = 0  # step
