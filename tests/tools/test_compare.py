@@ -17,6 +17,7 @@ import torch
 
 from configurator import parse
 from engine.config import Config
+from engine.device import device_name
 from tests.helpers import ROOT, TINY, gone, losses, metrics, refused, until
 from tests.ranks import begin, start
 from tests.test_imports import MODULE, imports
@@ -148,8 +149,16 @@ def test_seeds_are_interleaved_and_the_table_is_right(fake, capfd):
     assert seeds[1]["2"] == pytest.approx(dict(loss=1.02, bits_per_byte=2.04, seconds=0.03, tokens_per_s=12800))
     assert seeds[0]["1"]["seconds"] == pytest.approx(3 * 0.020)
     written = (fake.out / "compare.md").read_text()
-    assert written in capfd.readouterr().out
     assert f"* {fake.table()['measured']}" in written
+    assert capfd.readouterr().out.splitlines() == [
+        "run1-seed1: loss 0.0100, 0.1 s",
+        "run2-seed1: loss 1.0100, 0.0 s",
+        "run1-seed2: loss 0.0200, 0.1 s",
+        "run2-seed2: loss 1.0200, 0.0 s",
+        "run1-seed3: loss 0.0300, 0.1 s",
+        "run2-seed3: loss 1.0300, 0.0 s",
+        *f"\n{written}\nIt is in {fake.out}/compare.md and compare.json.".splitlines(),
+    ]
     assert compare_table.figure([1.0, 1.1, 3.0], 3, statistics.median) == "1.100 (1.000 to 3.000)"
 
 
@@ -245,6 +254,9 @@ def test_trainings_at_the_same_time_share_the_threads(fake, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert fake("--jobs=3") == 0
     assert os.environ["OMP_NUM_THREADS"] == "2"
+    machine = device_name(torch.device("cpu"))
+    measured = fake.table()["measured"].partition(": ")[2]
+    assert measured == f"{machine}, 2 thread(s), torch {torch.__version__}, 3 at a time."
 
 
 def compared(folder: Path, argv: list[str]):
