@@ -243,11 +243,6 @@ def test_a_loss_without_a_perplexity(runs, figures, monkeypatch):
     assert figures(f"--out_dir={runs / 'causal'}")["perplexity"] is None
 
 
-def test_json_has_no_infinity(capsys):
-    evaluate.show(evaluate.EvaluateConfig(json=True), {"loss": math.nan, "perplexity": math.inf})
-    assert json.loads(capsys.readouterr().out) == {"loss": None, "perplexity": None}
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """Texts, and data sets of 20 and 300 characters, and of bytes by a tokenizer that is not known."""

@@ -81,8 +81,10 @@ def rate(step: int) -> float:
     return 6e-5 + (0.01 - 6e-5) * (1 + math.cos(math.pi * min(1, (step - 5) / 21))) / 2
 
 
-def test_a_run_and_its_resume(run, clock, monkeypatch, capsys, tiny_data):
-    """Steps take 0.5 s, evaluations 30 s and saves 100 s, which count in the duration alone."""
+@pytest.fixture
+def paced(clock, monkeypatch):
+    """Trainings on a device of 1e9 FLOP/s: steps take 0.5 s, evaluations 30 s and saves 100 s, and these are the
+    validation losses."""
     losses = Evaluation.losses
     of_val = iter([5.0, 3.0, 4.0, 2.5, 2.75, 2.0])
 
@@ -95,23 +97,28 @@ def test_a_run_and_its_resume(run, clock, monkeypatch, capsys, tiny_data):
     takes(monkeypatch, clock, Checkpoints, "save", 100.0)
     takes(monkeypatch, clock, train.Run, "train_step", 0.5)
     monkeypatch.setattr(train, "peak_flops", lambda *_: 1e9)
+
+
+MATRICES = 257 * 16 + 2 * 12 * 16**2  # the numbers of the head's, and of those of two layers
+
+
+def first_line(data: Path) -> str:
+    parameters = MATRICES + 16 * 16 + 5 * 16  # and positions and norms
+    windows = (len(tokens_of(data, "train")) - 1) // 16
+    sizes = f"{parameters:,} parameters; 128 tokens per step from {data} train, {windows} windows"
+    return f"{sizes}; 1 x cpu, float32; attention: full (2 layers)"
+
+
+def test_a_run_and_its_resume(run, paced, capsys, tiny_data):
+    """Evaluations and saves count in the duration alone."""
+    flops = 6 * MATRICES + 2 * 12 * 16 * 16  # of a token; scores and values of two layers
+    times = f"time 500.00ms, tok/s 256, mfu {256 * flops / 1e9:.2%}"  # 2 micro-batches of 4 texts of 16 tokens a step
     flags = ["--log_interval=10", "--eval_interval=10", "--lr_decay_iters=26"]
     folder = run(*flags, "--max_iters=21")
-    out, err = capsys.readouterr()
     rows = {(row["step"], row["kind"]): row for row in metrics(folder)}
-
-    windows = (len(tokens_of(tiny_data, "train")) - 1) // 16
-    matrices = 257 * 16 + 2 * 12 * 16**2  # the head's, and those of two layers
-    parameters = matrices + 16 * 16 + 5 * 16  # and positions and norms
-    flops = 6 * matrices + 2 * 12 * 16 * 16  # of a token; scores and values of two layers
-    mfu = 256 * flops / 1e9
-    times = f"time 500.00ms, tok/s 256, mfu {mfu:.2%}"  # 2 micro-batches of 4 sequences of 16 tokens a step
-    first = (
-        f"{parameters:,} parameters; 128 tokens per step from {tiny_data} train, {windows} windows; "
-        "1 x cpu, float32; attention: full (2 layers)"
-    )
+    out, err = capsys.readouterr()
     assert out.splitlines() == [
-        first,
+        first_line(tiny_data),
         evaluated(rows[0, "eval"], best=True),
         trained_step(rows[0, "train"], times, rate(0)),
         evaluated(rows[10, "eval"], best=True),
@@ -124,10 +131,10 @@ def test_a_run_and_its_resume(run, clock, monkeypatch, capsys, tiny_data):
     assert err == ""
 
     run(*flags, "--init_from=resume", "--max_iters=31")
-    out, err = capsys.readouterr()
     rows = {(row["step"], row["kind"]): row for row in metrics(folder)}
+    out, err = capsys.readouterr()
     assert out.splitlines() == [
-        first,
+        first_line(tiny_data),
         evaluated(rows[30, "eval"]),
         trained_step(rows[30, "train"], times, 6e-5),
         evaluated(rows[31, "eval"], best=True),

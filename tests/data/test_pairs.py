@@ -169,35 +169,44 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
     assert count_windows(stream, T) == len(groups)
     ids = read_all(stream)
     marks = read_all(stream.mask)
+    learnt = [token if mark & 1 else -1 for token, mark in zip(ids, marks, strict=True)]
     found = documents(stream).tolist()
+    check = {"causal": check_causal, "seq2seq": check_seq2seq}[name]
     for group, row in zip(groups, rows_of(eval_batches(stream, objective, 1)), strict=True):
-        n = len(group)
-        if name == "causal":
-            start = found[group[0]][0]
-            end = found[group[-1]][2]
-            assert row["idx"] == padded(ids[start:end], T, 0)
-            assert row["targets"] == padded([ids[t] if marks[t] & 1 else -1 for t in range(start + 1, end)], T, -1)
-            numbers = [k for k, i in enumerate(group) for _ in range(sizes[i][0])]
-            assert [number - row["docs"][0] for number in row["docs"]] == padded(numbers, T, n)
-            continue
-        source = []
-        source_docs = []
-        idx = []
-        targets = []
-        numbers = []
-        for k, i in enumerate(group):
-            first, target, end = found[i]
-            source += [*ids[first:target], EOT]
-            source_docs += [k] * (target - first + 1)
-            idx += [EOT, *ids[target : end - 1]]
-            targets += [ids[t] if marks[t] & 1 else -1 for t in range(target, end)]
-            numbers += [k] * (end - target)
-        assert row["source"][: len(source)] == source
-        assert row["source_docs"] == padded(source_docs, T, n)
-        assert row["idx"][: len(idx)] == idx
-        assert row["targets"] == padded(targets, T, -1)
-        assert row["docs"] == padded(numbers, T, numbers[-1])
-        assert len(row["source"]) == len(row["idx"]) == T
+        check(row, [found[i] for i in group], ids, learnt, T)
+
+
+def check_causal(row: dict, places: list[list[int]], ids: list[int], learnt: list[int], T: int):
+    """A window of causal models has these pairs, each from its source on."""
+    start = places[0][0]
+    end = places[-1][2]
+    numbers = []
+    for number, (first, _, last) in enumerate(places):
+        numbers += [number] * (last - first)
+    assert row["idx"] == padded(ids[start:end], T, 0)
+    assert row["targets"] == padded(learnt[start + 1 : end], T, -1)
+    assert [number - row["docs"][0] for number in row["docs"]] == padded(numbers, T, len(places))
+
+
+def check_seq2seq(row: dict, places: list[list[int]], ids: list[int], learnt: list[int], T: int):
+    """A window of seq2seq models has the sources of these pairs, and their targets behind end-of-text."""
+    source = []
+    source_docs = []
+    idx = []
+    targets = []
+    numbers = []
+    for number, (first, target, end) in enumerate(places):
+        source += [*ids[first:target], EOT]
+        source_docs += [number] * (target - first + 1)
+        idx += [EOT, *ids[target : end - 1]]
+        targets += learnt[target:end]
+        numbers += [number] * (end - target)
+    assert row["source"][: len(source)] == source
+    assert row["source_docs"] == padded(source_docs, T, len(places))
+    assert row["idx"][: len(idx)] == idx
+    assert row["targets"] == padded(targets, T, -1)
+    assert row["docs"] == padded(numbers, T, numbers[-1])
+    assert len(row["source"]) == len(row["idx"]) == T
 
 
 def padded(values: list[int], length: int, fill: int) -> list[int]:
@@ -343,7 +352,7 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     assert f"; {figures['exact_match']:.2%} exact matches" in capsys.readouterr().out
     evaluate.main([*flags, "--batch_size=2", "--eval_iters=1"])
     assert [json.loads(line) for line in file.read_text().splitlines()] == lines[:2]
-    assert capsys.readouterr()
+    capsys.readouterr()
     written, greedy = {"causal": ("cdeCDE\n", ["--temperature=0"]), "seq2seq": ("CDE\n", [])}[name]  # a default
     sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *greedy])
     assert capsys.readouterr().out == written
