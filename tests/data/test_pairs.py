@@ -333,19 +333,21 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     stream = open_data(translators / "out").split("val")
     rows = documents(stream).tolist()
     ids = read_all(stream)
-    texts = [(bytes(ids[a:b]).decode(), bytes(ids[b : c - 1]).decode()) for a, b, c in rows]
+    texts = []
+    for first, target, end in rows:
+        texts.append((bytes(ids[first:target]).decode(), bytes(ids[target : end - 1]).decode()))
     assert [(line["source"], line["target"]) for line in lines] == texts
     assert {*texts} <= {*WORDS.items()}
     assert figures["exact_match"] == np.mean([line["answer"] == line["target"] for line in lines]) > 0.5
     path, model, tokenizer = weights.alone(str(translators / name), torch.device("cpu"), torch.float32)
     for line in lines:
-        source = torch.tensor([list(line["source"].encode())])
+        source = line["source"].encode()
         out = []
         while len(out) < 24 and out[-1:] != [EOT]:
             if name == "causal":
-                logits = model(torch.cat((source, torch.tensor([out], dtype=torch.int64)), dim=1))
+                logits = model(torch.tensor([[*source, *out]]))
             else:
-                logits = model(torch.tensor([[EOT, *out]]), source=torch.cat((source, torch.tensor([[EOT]])), dim=1))
+                logits = model(torch.tensor([[EOT, *out]]), source=torch.tensor([[*source, EOT]]))
             out.append(logits[0, -1, :257].argmax().item())
         assert tokenizer.decode(out[:-1]) == line["answer"]
     evaluate.main(flags)
@@ -361,7 +363,9 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
 def test_a_model_of_pairs_is_evaluated_on_texts(translators, tiny_data, capsys):
     """All their tokens are targets, as the new data say which are."""
     evaluate.main([f"--out_dir={translators / 'causal'}", f"--dataset={tiny_data}", "--device=cpu", "--json=True"])
-    assert json.loads(capsys.readouterr().out)["tokens"] == (len(open_data(tiny_data).split("val")) - 1) // 24 * 24
+    found = json.loads(capsys.readouterr().out)
+    windows = (len(open_data(tiny_data).split("val")) - 1) // 24
+    assert found["tokens"] == windows * 24
 
 
 def test_a_model_of_texts_is_evaluated_on_pairs(tmp_path, tiny_data, capsys):
@@ -421,7 +425,8 @@ def test_numbers_in_words(call, tmp_path):
         76_000: ("seventy-six thousand", "sechsundsiebzigtausend"),
     }  # fmt: skip
     assert {n: (numbers.english(n), numbers.german(n)) for n in known} == known
-    assert len({numbers.english(n) for n in range(10**4)}) == len({numbers.german(n) for n in range(10**4)}) == 10**4
+    assert len({numbers.english(n) for n in range(10**4)}) == 10**4
+    assert len({numbers.german(n) for n in range(10**4)}) == 10**4
     code, out, _ = call("numbers", f"--out={tmp_path / 'out'}")
     assert code == 0
     assert out.startswith("29,000 + 1,000 pairs, ")
@@ -431,5 +436,7 @@ def test_numbers_in_words(call, tmp_path):
         ids = bytes(i % EOT for i in read_all(stream))  # end-of-text becomes 0
         places = documents(stream).tolist()
         texts += [ids[a:b] for a, b, _ in places]
-        assert all(ids[b:c][:-1].decode().isalpha() and c - b <= 128 for _, b, c in places)
+        for _, start, end in places:
+            assert end - start <= 128
+            assert ids[start : end - 1].decode().isalpha()
     assert len({*texts}) == 30_000

@@ -29,7 +29,8 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
         net.blocks[1].sums[0].attn.slot_k.mul_(30)
     idx = torch.arange(6)
     units, n, _ = read_units(net, tokenizer_of(6), idx, layer=1, head=0, position=5)
-    slots, tokens = ([unit for unit in units if unit.name.startswith("slot") == is_slot] for is_slot in (True, False))
+    slots = [unit for unit in units if unit.name.startswith("slot")]
+    tokens = [unit for unit in units if not unit.name.startswith("slot")]
     assert (len(slots), len(tokens), n) == (3, 6, 9)
     for part in [slots, tokens] if softmaxes == 2 else [units]:
         total = sum(unit.activation for unit in part)
@@ -37,6 +38,11 @@ def test_shares_are_weights_of_attention(kind, softmaxes):
     few, _, _ = read_units(net, tokenizer_of(6), idx, layer=1, head=0, position=5, most=4)
     best = sorted(units, key=lambda unit: -unit.share)[:4]
     assert [unit.name for unit in few] == [unit.name for unit in units if unit in best]  # in the order of the text
+
+
+def log_p(net: M.Model, stream: torch.Tensor) -> torch.Tensor:
+    """Of the 26 letters."""
+    return net.logits(net.norm(stream))[:26].log_softmax(0)
 
 
 @pytest.mark.parametrize("norm, softcap", [("layernorm", 0.0), ("rmsnorm", 2.0)])
@@ -56,8 +62,10 @@ def test_a_unit_promotes_what_the_stream_loses_without_it(norm, softcap):
         assert [getattr(unit, name) for unit in units] == pytest.approx(rows.norm(dim=1).tolist(), rel=1e-9)
     vectors = hidden[:, None] * outgoing
     with torch.no_grad():
-        for promotes, vector in zip([u.promotes for u in units] + [total], [*vectors, vectors.sum(0)], strict=True):
-            now, then = (net.logits(net.norm(x))[:26].log_softmax(0) for x in (final[0], final[0] - vector))
+        found = [unit.promotes for unit in units]
+        for promotes, vector in zip([*found, total], [*vectors, vectors.sum(0)], strict=True):
+            now = log_p(net, final[0])
+            then = log_p(net, final[0] - vector)
             best = (now.exp() - then.exp()).topk(lens.PROMOTED).indices.tolist()
             assert [letters.index(token[1]) for token, _ in promotes] == best
             assert [value for _, value in promotes] == pytest.approx((now - then)[best].tolist(), rel=1e-6)

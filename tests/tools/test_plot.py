@@ -76,8 +76,13 @@ def band(axes) -> list[tuple[float, float]]:
 def test_a_line_is_metrics_jsonl(make, picture):
     a = make("a", seed=1)
     logged = rows(a, "loss")
-    places = {x: [row[name] for row in logged] for x, name in (("tokens",) * 2, ("steps", "step"), ("flops",) * 2)}
-    places["seconds"] = np.cumsum([T / T, *(10 * T / row["tokens_per_s"] for row in logged[1:])]).tolist()
+    seconds = [1.0] + [10 * T / row["tokens_per_s"] for row in logged[1:]]
+    places = {
+        "tokens": [row["tokens"] for row in logged],
+        "steps": [row["step"] for row in logged],
+        "flops": [row["flops"] for row in logged],
+        "seconds": np.cumsum(seconds).tolist(),
+    }
     for x, expected in places.items():
         figure = picture(a, f"--x={x}")
         ((xs, ys),) = lines(figure)
@@ -160,7 +165,8 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     (axes,) = picture(str(tmp_path)).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["--block=c,p\n1.100", "--block=c+p\n3.933"]
-    points = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "None" and line.get_alpha()]
+    of_seeds = [line for line in axes.lines if line.get_linestyle() == "None" and line.get_alpha()]
+    points = [line.get_xdata().tolist() for line in of_seeds]
     assert points == [[0, 0], pytest.approx([0.5, 0.1])]
     low, high = axes.collections[-1].get_segments()[0][:, 0]  # the bar of the second run
     assert (low, high) == (pytest.approx(0.3 - 12.706 * 0.2), pytest.approx(0.3 + 12.706 * 0.2))
