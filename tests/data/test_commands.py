@@ -89,7 +89,7 @@ def test_all_that_a_preparation_prints(call, tmp_path, monkeypatch):
         0,
         f"{len(train)} + {len(val)} documents, {sum(train):,} train + {sum(val):,} val tokens in {out}; "
         f"next: {following}\n",
-        "files to read: 30; left out: 1 of other kinds, 1 second names of a file\n",
+        "files to read: 30; left out, as of other kinds, no files, or second names: 2\n",
     )
     monkeypatch.chdir(ROOT)
     cfg = parse(Config, shlex.split(following)[2:])

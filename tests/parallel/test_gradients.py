@@ -207,7 +207,8 @@ def with_norm(patch):
     def made(self, cfg, seed=None):
         init(self, cfg, None)
         self.of_embedding = M.with_role(M.RMSNorm(cfg.n_embd, 1e-5), "whole")
-        self.init_weights(0)
+        if not self.wte.weight.is_meta:
+            self.init_weights(0)
 
     def normed(self, *given):
         x, t = embed(self, *given)

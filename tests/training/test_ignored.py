@@ -11,7 +11,6 @@ from engine import optim
 from engine.config import Config
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
-from engine.step import Step
 from flags import documented
 from tests.models import choices
 
@@ -45,14 +44,16 @@ def trained(flags: tuple) -> list[torch.Tensor]:
     cfg = Config(**BASE | dict(flags))
     sharded = ShardedModel(cfg, Ranks(0, 1, torch.device("cpu"), torch.float32, False))
     sharded.init_weights(cfg.seed)
-    stepper = Step(cfg, sharded)
+    optimizer = optim.build(sharded.model, cfg, sharded)
+    scaler = torch.amp.GradScaler(enabled=False)
     idx = torch.arange(16).view(2, 8) % 11
     for step in range(cfg.max_iters):
-        stepper.optimizer.set_lr(optim.learning_rate(step, cfg))
-        stepper.backward(repeat({"idx": idx, "targets": idx}), step)
-        stepper.clip()
-        stepper.update()
-    return [*sharded.model.state_dict().values(), *stepper.optimizer.state_tensors(sharded.model).values()]
+        optimizer.set_lr(optim.learning_rate(step, cfg))
+        sharded.backward(repeat({"idx": idx, "targets": idx}), 1, scaler)
+        sharded.clip(cfg.grad_clip)
+        optimizer.step()
+        sharded.model.zero_grad()
+    return [*sharded.model.state_dict().values(), *optimizer.state_tensors(sharded.model).values()]
 
 
 def effect(row: dict, name: str) -> str:
