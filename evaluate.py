@@ -40,9 +40,8 @@ from data.errors import command, fail, printable, require, user_errors
 from data.files import new_file, user_path
 from data.loader import eval_batches
 from data.objective import open_with_objective
+from engine import weights
 from engine.answers import answer
-from engine.checkpoint import weights
-from engine.checkpoint.weights import Weights
 from engine.config import Config
 from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.evaluation import byte_lengths, mean_loss
@@ -50,7 +49,8 @@ from engine.parallel.connection import launched
 from engine.parallel.ranks import Ranks, join, leave
 from engine.plan import memory
 from engine.plan.estimate import Rank
-from engine.text import check_id, read_text, text_batches
+from engine.prompts import check_id, read_text, text_batches
+from engine.weights import StoredModel
 from flags import Flags, refuse
 
 LARGEST_TEXT = 2**28  # bytes
@@ -87,7 +87,7 @@ class Evaluated(NamedTuple):
     pairs: TokenStream | None = None
 
 
-def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, text: str) -> Evaluated:
+def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: StoredModel, text: str) -> Evaluated:
     """The text of cfg.file, encoded with the tokenizer of the model."""
     require(flags.objective == "causal", f"file={cfg.file} needs a model of objective=causal; use a data set")
     tokenizer = found.tokenizer()
@@ -99,7 +99,7 @@ def of_text(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights, te
     return Evaluated(cfg.file, batches, torch.from_numpy(tokenizer.byte_lengths).to(ranks.device) + lost)
 
 
-def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) -> Evaluated:
+def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: StoredModel) -> Evaluated:
     """The split of the data set, in the windows that train.py evaluates."""
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
@@ -116,7 +116,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: Weights) ->
 
 
 def evaluate(
-    cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: Weights, file: BinaryIO | None
+    cfg: EvaluateConfig, ranks: Ranks, machine: dict[str, Any], text: str, found: StoredModel, file: BinaryIO | None
 ) -> dict:
     """The figures of a model on a data set, or on `text` if cfg.file is set. With cfg.answers, the answers go to
     `file`. Every rank calls it."""

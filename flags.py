@@ -435,7 +435,7 @@ class LayerFlags(Flags):
         return self.window if kinds[layer % len(kinds)] == "S" else 0
 
     @property
-    def hidden_unit(self) -> int:
+    def hidden_multiple(self) -> int:
         """Hidden units per piece of an MLP. In each piece, a gated MLP's gates stand before its values."""
         return 64 if self.n_embd % 64 == 0 else 1
 

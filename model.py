@@ -7,7 +7,7 @@
 
 A layer is a list of sums, s = s + reader(norm(s)), where s is the residual stream (B, T, C). A reader is a module such
 as attention or an MLP. A sum may have several readers; GPT-2's layer has two sums, and each has one reader.
-To try an idea, add an entry to BLOCK, or to NORM, PLACEMENT, POSITION or MLP_KIND and its name to the flag's Literal.
+To try an idea, add an entry to BLOCK, or to NORM, PLACEMENT, POSITION or ACTIVATION and its name to the flag's Literal.
 docs/hacking.md has examples. It also lists the attributes that parallelism, decoding and compilation replace.
 
 Names used everywhere
@@ -70,8 +70,8 @@ class ModelConfig(LayerFlags):
     # [has_p or has_e and expert_ratio=0 or has_slots and n_slot=0]
     conv: int = 0  # [<=64] K taps of a causal convolution of each channel alone (arXiv:2109.08668, 2512.17351); 0 = off
     # [conv!=1] [objective=causal] Its result is added to the input of a sum's readers (docs/blocks.md).
-    simplified_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train W_V
-    simplified_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
+    sas_value_proj: Literal["first", "all", "none"] = "first"  # [block=simplified*] layers that train W_V
+    sas_beta_ff: float = 0.1  # [any] [block=simplified*] initial gain of the MLP, use O(1 / sqrt(depth))
     n_slot: int = 0  # [has_slots] slots per key/value head (arXiv:1907.01470); 0 = as many parameters as the MLP
     # --- model: experts
     n_expert: int = 0  # [<=65536] [n_expert=0 or has_e] experts of an MLP (arXiv:1701.06538); 0 = dense
@@ -131,7 +131,7 @@ Fused = tuple[int, Shape]  # (groups, sizes), see Linear
 #   per_head  names of its parameters that have a row for each head
 #   fused     the matrices that one weight stores, see Linear. An example of a module:
 #     class Shift(nn.Module):
-#         role = "whole"  # each process has all of it
+#         role = "replicated"  # each process has all of it
 #         initial = {"weight": 0.0}
 #         def __init__(self, cfg):
 #             super().__init__()
@@ -171,7 +171,7 @@ class Stack(nn.Module):
         self.cfg = cfg
         if not any(reader.source == "context" and n_layers for reader, n_layers in cfg.readers):
             refuse(cfg, "block n_layer", "a layer has no c, so no token would see another; add one")
-        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "whole")  # bare: no other norm
+        self.first_norm = with_role(NORM["layernorm" if cfg.bare else "none"](cfg), "replicated")  # bare: no other norm
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = norm(cfg, "last")
         self.position_table = partial(POSITION[cfg.pos][1].table, cfg)
@@ -427,7 +427,7 @@ class Linear(nn.Linear):
         self.role = role
         self.fused = fused
         std = cfg.init_std
-        if role in ("out", "second") and cfg.scaled_init and not cfg.block.startswith("simplified"):
+        if role in ("row", "after_row") and cfg.scaled_init and not cfg.block.startswith("simplified"):
             std /= math.sqrt(cfg.outputs)  # because the stream is a sum of so many outputs, and their variances add up
         self.initial = {"weight": Normal(std), "bias": 0.0}
 
@@ -435,23 +435,23 @@ class Linear(nn.Linear):
         pass  # because Model.init_weights fills all parameters
 
 
-Kind = namedtuple("Kind", "phi arity", defaults=[1])  # phi maps `arity` tensors (..., F) to one; gated phi map two
-MLP_KIND = {
-    "gelu": Kind(F.gelu),
-    "gelu_tanh": Kind(partial(F.gelu, approximate="tanh")),
-    "relu": Kind(F.relu),
-    "relu2": Kind(lambda x: F.relu(x).square()),
-    "sigmoid": Kind(torch.sigmoid),
-    "swiglu": Kind(lambda gate, x: F.silu(gate) * x, arity=2),
-    "geglu": Kind(lambda gate, x: F.gelu(gate) * x, arity=2),
-    "geglu_tanh": Kind(lambda gate, x: F.gelu(gate, approximate="tanh") * x, arity=2),
+Activation = namedtuple("Activation", "phi arity", defaults=[1])  # phi maps `arity` tensors to one; gated ones map two
+ACTIVATION = {
+    "gelu": Activation(F.gelu),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh")),
+    "relu": Activation(F.relu),
+    "relu2": Activation(lambda x: F.relu(x).square()),
+    "sigmoid": Activation(torch.sigmoid),
+    "swiglu": Activation(lambda gate, x: F.silu(gate) * x, arity=2),
+    "geglu": Activation(lambda gate, x: F.gelu(gate) * x, arity=2),
+    "geglu_tanh": Activation(lambda gate, x: F.gelu(gate, approximate="tanh") * x, arity=2),
 }
 
 
-def kind_of(cfg: ModelConfig, reader: Reader) -> Kind:
-    """The reader's phi. A softmax is Kind(None), because callers compute it."""
+def activation_of(cfg: ModelConfig, reader: Reader) -> Activation:
+    """The reader's phi. A softmax is Activation(None), because callers compute it."""
     name = cfg.mlp if reader.phi == "mlp" else reader.phi
-    kinds = {"softmax": Kind(None)} | MLP_KIND
+    kinds = {"softmax": Activation(None)} | ACTIVATION
     if name not in kinds:
         refuse(cfg, "block", f".{name} is no switch; known are {', '.join([*SWITCH, *kinds])}")
     return kinds[name]
@@ -468,17 +468,17 @@ class MLP(nn.Module):
         C = cfg.n_embd
         hidden = hidden or hidden_units(cfg, reader)  # Experts gives it for the experts that all tokens read
         self.reader = reader
-        self.phi, arity = kind_of(cfg, reader)
-        unit = cfg.hidden_unit
+        self.phi, arity = activation_of(cfg, reader)
+        unit = cfg.hidden_multiple
         if reader.phi == "softmax":
             unit = hidden  # one piece, because the softmax is over all hidden units
             self.phi = lambda scores: (scores * C**-0.5).softmax(-1)
         self.pieces = (unit,) * arity  # rows of a group of `up`: a piece of the gates, then a piece of the values
-        self.up = self.linear(cfg, C, hidden * arity, "into", (hidden // unit, self.pieces))
-        self.down = self.linear(cfg, hidden, C, "out")
+        self.up = self.linear(cfg, C, hidden * arity, "column", (hidden // unit, self.pieces))
+        self.down = self.linear(cfg, hidden, C, "row")
         self.out = nn.Identity()
         if reader.out == "matrix":
-            self.out = Linear(cfg, C, C, "second")
+            self.out = Linear(cfg, C, C, "after_row")
             self.down.initial = self.up.initial  # not smaller, because W_O is the output layer here
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
@@ -499,7 +499,7 @@ class MLP(nn.Module):
 # ShapedAttention  keys of x; values x, or W_V x         yes        grows if causal   the same and uniform_attention
 
 
-class Heads(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Attention of H heads, W_O sum_j phi(q . k_j / sqrt(D)) v_j over a pool of keys k_j and values v_j. Subclasses
     make q, k and v in `project`. Then `read` adds positions, cache and mask, and `attend` computes the sum."""
 
@@ -514,22 +514,22 @@ class Heads(nn.Module):
         self.reader = reader
         self.n_head, self.n_kv_head = heads_of(cfg, reader)
         self.group = self.n_head // self.n_kv_head  # query heads that share keys and values
-        self.head_dim = D = cfg.head_size
+        self.head_size = D = cfg.head_size
         self.phi = phi_of_heads(cfg, reader)
         self.softcap = cfg.attn_softcap
         self.dropout = cfg.dropout
         self.cache = None  # decoding sets a KVCache. A class attribute would make torch.compile compile blocks again
         head_norm = RMSNorm if cfg.qk_norm else nn.Identity
-        self.q_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
-        self.k_norm = with_role(head_norm(D, cfg.norm_eps), "whole")
+        self.q_norm = with_role(head_norm(D, cfg.norm_eps), "replicated")
+        self.k_norm = with_role(head_norm(D, cfg.norm_eps), "replicated")
         self.position = AttentionPosition(cfg)
         width = self.n_head * D
         if width != cfg.n_embd and (reader.query == "stream" or reader.out == "none"):
             fact = f"{self.n_head} heads of {D} channels are not as wide as the stream"
             refuse(cfg, "block n_embd", f"{fact}, and {reader.name} has no matrix between them; give it one")
-        self.out = with_role(nn.Identity(), "out")
+        self.out = with_role(nn.Identity(), "row")
         if reader.out == "matrix":
-            self.out = Linear(cfg, width, cfg.n_embd, "out")
+            self.out = Linear(cfg, width, cfg.n_embd, "row")
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
         q, k, v = self.project(x, inputs)  # q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv or H, S, D)
@@ -549,27 +549,27 @@ class Heads(nn.Module):
     def make_slots(self, cfg: ModelConfig):
         """Make n_slot slots for each key/value head. A slot is a learned value with a learned key, or with two keys if
         phi is gated. n_slot=0 means as many parameters as the MLP would have."""
-        arity = kind_of(cfg, self.reader).arity  # keys of a value
+        arity = activation_of(cfg, self.reader).arity  # keys of a value
         n = cfg.n_slot
         if n == 0:
             phi = "mlp" if self.reader.phi == "softmax" else self.reader.phi
             mlp = READER["p"]._replace(phi=phi, share=self.reader.share)
-            parameters = (1 + kind_of(cfg, mlp).arity) * cfg.n_embd * hidden_units(cfg, mlp)
-            n = max(1, round(parameters / ((arity + 1) * self.n_kv_head * self.head_dim)))
+            parameters = (1 + activation_of(cfg, mlp).arity) * cfg.n_embd * hidden_units(cfg, mlp)
+            n = max(1, round(parameters / ((arity + 1) * self.n_kv_head * self.head_size)))
         drawn = Normal(cfg.init_std * math.sqrt(cfg.n_embd))  # the standard deviation of a normed stream's keys
-        self.add_per_head("slot_k", drawn, self.n_kv_head, arity * n, self.head_dim)
-        self.add_per_head("slot_v", drawn, self.n_kv_head, n, self.head_dim)
+        self.add_per_head("slot_k", drawn, self.n_kv_head, arity * n, self.head_size)
+        self.add_per_head("slot_v", drawn, self.n_kv_head, n, self.head_size)
 
     def projection(self, cfg: ModelConfig, role: str, *sizes: int) -> Linear:
         """A layer that makes heads for each key/value head: sizes of G, 1, 1 mean G of q, one of k and one of v."""
-        rows = tuple(n * self.head_dim for n in sizes)
+        rows = tuple(n * self.head_size for n in sizes)
         groups = self.n_kv_head
         return Linear(cfg, cfg.n_embd, groups * sum(rows), role, (groups, rows), cfg.bias or cfg.qkv_bias)
 
     def make_queries(self, cfg: ModelConfig):
-        self.q = with_role(nn.Identity(), "into")
+        self.q = with_role(nn.Identity(), "column")
         if self.reader.query == "heads":
-            self.q = self.projection(cfg, "into", self.group)
+            self.q = self.projection(cfg, "column", self.group)
 
     def queries(self, x: Tensor) -> Tensor:
         """x (B, T, C) -> q (B, H, T, D)."""
@@ -578,7 +578,7 @@ class Heads(nn.Module):
 
     def split(self, x: Tensor, *sizes: int) -> Tensors:
         """A projection's result (B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
-        heads = x.unflatten(2, (-1, sum(sizes), self.head_dim)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
+        heads = x.unflatten(2, (-1, sum(sizes), self.head_size)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
         return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -587,10 +587,10 @@ class Heads(nn.Module):
         if self.reader.slots == "joint_slots":
             slots = self.position.slots(*self.slots(k.dtype))  # each (Hkv, M, E)
         dropout = self.dropout if self.training else 0.0
-        return ops.attention(q, k, v, self.head_dim, mask, self.softcap, dropout, slots, self.strips, self.phi)
+        return ops.attention(q, k, v, self.head_size, mask, self.softcap, dropout, slots, self.strips, self.phi)
 
 
-class Attention(Heads):
+class Attention(MultiHeadAttention):
     """Attention to the context: each query reads the tokens that the mask admits, perhaps with slots beside them."""
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["c"]):
@@ -601,16 +601,16 @@ class Attention(Heads):
         self.make_projections(cfg, layer)
         self.of_token = None  # or value embeddings (Hkv, V, D)
         if cfg.value_embedding and layer % 2 == 0:
-            self.add_per_head("of_token", Normal(cfg.init_std), self.n_kv_head, cfg.vocab_size, self.head_dim)
+            self.add_per_head("of_token", Normal(cfg.init_std), self.n_kv_head, cfg.vocab_size, self.head_size)
         if reader.slots:
             self.make_slots(cfg)
 
     def make_projections(self, cfg: ModelConfig, layer: int):
         if self.reader.query == "heads":
-            self.qkv = self.projection(cfg, "into", self.group, 1, 1)
+            self.qkv = self.projection(cfg, "column", self.group, 1, 1)
         else:
             self.make_queries(cfg)
-            self.kv = self.projection(cfg, "into", 1, 1)
+            self.kv = self.projection(cfg, "column", 1, 1)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, T, D), before norms and positions. Value embeddings are added to v."""
@@ -638,11 +638,11 @@ class Attention(Heads):
         if self.cache and self.causal:
             k, v = self.cache.extend(k, v)  # k (B, Hkv, S, E), v (B, Hkv or H, S, E)
         mask = Mask(self.causal, self.window, inputs.docs)
-        y = self.attend(q, k, v, mask)[..., : self.head_dim]  # without ALiBi's columns
+        y = self.attend(q, k, v, mask)[..., : self.head_size]  # without ALiBi's columns
         if self.reader.slots == "own_slots":
             slots = (x.expand(len(q), -1, -1, -1) for x in self.slots(q.dtype))
             # Not self.attend, because context parallelism replaces it by one that gathers k and v, and slots are whole
-            y = y + Heads.attend(self, unplaced, *slots, Mask(causal=False))
+            y = y + MultiHeadAttention.attend(self, unplaced, *slots, Mask(causal=False))
         return y
 
     def slots(self, dtype: torch.dtype) -> Tensors:
@@ -734,7 +734,7 @@ class LearnedEmbedding(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.wpe = embedding(cfg, cfg.block_size, "whole")
+        self.wpe = embedding(cfg, cfg.block_size, "replicated")
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x + self.wpe(t)
@@ -829,12 +829,12 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
     multiple of 64 if C is."""
     if reader.source == "experts":
         ratio = cfg.expert_ratio or cfg.mlp_ratio / (cfg.n_expert_active + cfg.n_expert_shared)
-        multiple = math.lcm(cfg.hidden_unit, 8)  # ops.grouped_linear is fast with multiples of 8
+        multiple = math.lcm(cfg.hidden_multiple, 8)  # ops.grouped_linear is fast with multiples of 8
     else:
         ratio = cfg.mlp_ratio
-        multiple = cfg.hidden_unit
+        multiple = cfg.hidden_multiple
     width = ratio * reader.share * cfg.n_embd
-    if kind_of(cfg, reader).arity == 2:
+    if activation_of(cfg, reader).arity == 2:
         width *= 2 / 3
     return max(multiple, round(width / multiple) * multiple)
 
@@ -842,7 +842,7 @@ def hidden_units(cfg: ModelConfig, reader: Reader) -> int:
 def phi_of_heads(cfg: ModelConfig, reader: Reader) -> Callable | None:
     """A function of scores (..., T, S) and of the number n (..., T, 1) of keys that a query sees; None = softmax. Over
     tokens, a map is divided by n, and a sigmoid is that of the score minus log n (arXiv:2309.08586, 2409.04431)."""
-    phi, arity = kind_of(cfg, reader)
+    phi, arity = activation_of(cfg, reader)
     if phi is None:
         return None
     if reader.source == "parameters":  # slots: a gated phi has two keys for each value
@@ -1027,7 +1027,7 @@ class Neighbours(nn.Module):
 class Convolution(nn.Module):
     """x_t + w_0 x_t + w_1 x_{t-1} + ... over K tokens of a document, where each channel has its own numbers w_i."""
 
-    role = "whole"
+    role = "replicated"
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -1067,7 +1067,7 @@ class LoadBalance(nn.Module):
     gradient is the expert's load over the mean load, minus 1. This is a gradient because ranks and micro-steps add up
     gradients anyway. The optimizer moves the bias against the gradient's sign."""
 
-    role = "whole"
+    role = "replicated"
 
     def __init__(self, n: int):
         super().__init__()
@@ -1124,13 +1124,13 @@ class Experts(MLP):
 # ---- Variants: attention to an encoder, and to learned keys and values
 
 
-class CrossAttention(Heads):
+class CrossAttention(MultiHeadAttention):
     """Attention to the memory: each query reads the tokens of the encoder."""
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["m"]):
         super().__init__(cfg, reader)
         self.make_queries(cfg)
-        self.kv = self.projection(cfg, "memory", 1, 1)
+        self.kv = self.projection(cfg, "memory_column", 1, 1)
 
     def project(self, x: Tensor, inputs: Inputs) -> Tensors:
         """q (B, H, T, D), k and v (B, Hkv, S, D), before norms."""
@@ -1148,7 +1148,7 @@ class CrossAttention(Heads):
         return self.attend(q, k, v, Mask(causal=False, docs=inputs.memory_docs))
 
 
-class Slots(Heads):
+class Slots(MultiHeadAttention):
     """Attention to learned keys and values, the same for all tokens (arXiv:1907.01470)."""
 
     def __init__(self, cfg: ModelConfig, layer: int, reader: Reader = READER["s"]):
@@ -1170,7 +1170,7 @@ class Slots(Heads):
 class Gain(nn.Module):
     """A learned scalar times x."""
 
-    role = "whole"
+    role = "replicated"
 
     def __init__(self, initial: float):
         super().__init__()
@@ -1188,7 +1188,7 @@ class NearIdentity(Linear):
         super().__init__(cfg, cfg.n_embd, cfg.n_embd, role, bias=False)
         self.initial = {"weight": 0.0}
         self.skip = Gain(1.0)
-        self.resid = Gain(0.2 if cfg.simplified_value_proj == "all" else 1.0)
+        self.resid = Gain(0.2 if cfg.sas_value_proj == "all" else 1.0)
         self.same = with_role(nn.Identity(), role)  # because tensor parallelism cuts or pads x here like W x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1203,19 +1203,19 @@ class ShapedAttention(Attention):
     """
 
     def make_projections(self, cfg: ModelConfig, layer: int):
-        D = self.head_dim
+        D = self.head_size
         if self.n_head * D != cfg.n_embd:
             refuse(cfg, "block n_embd n_head head_size", "heads are slices of the stream; leave head_dim out")
-        self.qk = self.projection(cfg, "into", self.group, 1)
+        self.qk = self.projection(cfg, "column", self.group, 1)
         keys_alone = Normal(cfg.init_std, zero=self.group * D, period=(self.group + 1) * D)  # W_Q = 0 in each group
         self.qk.initial = {"weight": keys_alone, "bias": 0.0}
-        trained = cfg.simplified_value_proj
-        self.value = with_role(nn.Identity(), "into")
-        self.out = with_role(nn.Identity(), "out")
+        trained = cfg.sas_value_proj
+        self.value = with_role(nn.Identity(), "column")
+        self.out = with_role(nn.Identity(), "row")
         if trained == "all" or trained == "first" and layer == 0:
-            self.value = NearIdentity(cfg, "into")
+            self.value = NearIdentity(cfg, "column")
         if trained == "all":
-            self.out = NearIdentity(cfg, "out")
+            self.out = NearIdentity(cfg, "row")
         for gain in ("alpha", "beta", "gamma"):
             self.add_per_head(gain, 1.0, self.n_head)
 
@@ -1227,7 +1227,7 @@ class ShapedAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         k = k.repeat_interleave(v.size(1) // k.size(1), dim=1)  # because each query head has its own value
         alpha, beta, gamma = (gain[:, None, None] for gain in (self.alpha, self.beta, self.gamma))
-        uniform = ops.uniform_attention(q, k, v, self.head_dim, mask, self.strips)
+        uniform = ops.uniform_attention(q, k, v, self.head_size, mask, self.strips)
         y = super().attend(q, k.to(q.dtype), v.to(q.dtype), mask)
         y = alpha * v[:, :, -q.size(2) :] + beta * y - gamma * uniform  # v of the queries' own tokens
         return y.to(v.dtype)  # the gains themselves stay in float32, because 16 bits would round their steps away
@@ -1236,13 +1236,13 @@ class ShapedAttention(Attention):
 def simplified(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n1(s));  s = g_S s + b_FF M(n2(s)): no skip around attention (SAS, arXiv:2311.01906)."""
     attn = Sum(cfg, skip=0, gains={"attn": 1.0}, attn=ShapedAttention(cfg, layer))
-    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.simplified_beta_ff}, mlp=mlp_of(cfg, layer))
+    mlp = Sum(cfg, skip="learned", gains={"mlp": cfg.sas_beta_ff}, mlp=mlp_of(cfg, layer))
     return [attn, *cross(cfg, layer), mlp]
 
 
 def simplified_parallel(cfg: ModelConfig, layer: int) -> list[Sum]:
     """s = g_A SA(n(s)) + b_FF M(n(s)): no skip at all (SAS-P, arXiv:2311.01906)."""
-    gains = {"attn": 1.0, "mlp": cfg.simplified_beta_ff}
+    gains = {"attn": 1.0, "mlp": cfg.sas_beta_ff}
     both = Sum(cfg, skip=0, gains=gains, attn=ShapedAttention(cfg, layer), mlp=mlp_of(cfg, layer))
     return [*cross(cfg, layer), both]
 

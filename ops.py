@@ -203,7 +203,7 @@ class Mask(NamedTuple):
     # Document numbers of queries (B, T) and keys (B, S), never decreasing; then, if known, the `boundaries` of both.
     docs: tuple[Tensor, ...] | None = None  # the boundaries are for the kernel `varlen` alone
 
-    def reach(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def visible_range(self, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """lo and hi, each (T,), or (B, T) with docs."""
         i = torch.arange(S - T, S, device=device)
         lo = torch.zeros_like(i)
@@ -359,7 +359,7 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
     mask = Mask(*mask)
     T = q.size(2)
     S = k.size(2) - slots
-    lo, hi = mask.reach(T, S, q.device)
+    lo, hi = mask.visible_range(T, S, q.device)
     strip = partial(attend_strip, attend, slots)
     if torch.is_grad_enabled() and T > rows:
         strip = partial(checkpoint, strip, use_reentrant=False)
@@ -427,7 +427,7 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, D: int, mask: Mask, strip
     if T == 1 and mask.causal and mask.docs is None:  # as in decoding
         return v[:, :, -mask.window :].mean(dim=2, keepdim=True)
     total = at_least_float32(v).cumsum(dim=2)
-    lo, hi = mask.reach(T, S, v.device)
+    lo, hi = mask.visible_range(T, S, v.device)
     if mask.docs is None and mask.causal and not 0 < mask.window < S:
         return (total[:, :, S - T :] / hi[:, None]).to(v.dtype)
     total = F.pad(total, (0, 0, 1, 0))  # (B, H, S + 1, E): the sum of all values before a position

@@ -36,12 +36,12 @@ from configurator import parse
 from data.errors import command, require, say, user_errors
 from data.objective import objective_of
 from data.tokenizer import Tokenizer
-from engine.checkpoint import weights
+from engine import weights
 from engine.config import Config
 from engine.decode import finite, generate
 from engine.device import resolve_device, resolve_dtype, torch_errors
 from engine.plan import memory
-from engine.text import Sample, check_id, prompt_ids, read_prompt
+from engine.prompts import Sample, check_id, prompt_ids, read_prompt
 from flags import Flags, refuse
 from model import Model
 
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None):
         prompt = read_prompt(cfg.start)
         device = resolve_device(cfg.device)
         dtype = resolve_dtype(cfg.dtype, device)
-        path, model, tokenizer = weights.alone(cfg.out_dir, device, dtype)
+        path, model, tokenizer = weights.load_model(cfg.out_dir, device, dtype)
         memory.check_sampling(cfg, model.cfg, device)
         kind = "target" if model.cfg.objective == "seq2seq" and model.cfg.pairs is True else model.cfg.objective
         for name in cfg.sources.keys() & UNUSED[kind]:

@@ -38,14 +38,15 @@ from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
 from data.objective import Objective, open_with_objective
-from engine import compilation, optim
-from engine.checkpoint import run as run_state
+from engine import optim
+from engine import resume as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
 from engine.device import make_deterministic, peak_flops, precision, resolve_device, torch_errors
 from engine.evaluation import Evaluation
 from engine.help import dump
 from engine.metrics import Metrics, Silent, evaluation_text
+from engine.parallel import compilation
 from engine.parallel.connection import environment, launched, lost_ranks_end_the_run
 from engine.parallel.ranks import Ranks, check_flags, join, leave
 from engine.parallel.sharded import ShardedModel
@@ -239,7 +240,7 @@ class Run:
         grad_norm = self.sharded.clip(self.cfg.grad_clip)
         self.stop.listen()  # only now, because the norm has waited for all ranks to compute their first step
         finite = is_finite(loss, grad_norm, self.scaler, self.ranks)
-        left_out = self.watch.look(self.step, finite, grad_norm)
+        left_out = self.watch.reason_to_skip(self.step, finite, grad_norm)
         if left_out:
             self.metrics.say(f"step {self.step} is left out: {left_out}")
             self.skipped += 1

@@ -28,7 +28,7 @@ from data.dataset import MASK
 from data.errors import reason, require, say
 from data.files import SPLITS
 from data.hashing import hash64
-from data.pairs import Parts, encode
+from data.pairs import Segments, encode
 from data.sources import RECORDS, Document, Source, find_files
 from data.tokenizer import build
 from data.writer import PROGRESS, ShardWriter
@@ -49,7 +49,7 @@ def cut(text: str, length: int) -> Iterator[str]:
     yield text[start:]
 
 
-def whole_text(text: str | Parts) -> str:
+def whole_text(text: str | Segments) -> str:
     """The text of a document, or those of a pair's parts joined."""
     return text if isinstance(text, str) else "".join(part for part, _ in text)
 

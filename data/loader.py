@@ -189,7 +189,7 @@ class Loader(Iterator):
         self.since = since
         self.before = np.zeros(len(self.counts), np.int64)  # samples of each source that were read before `since`
         if read:
-            self.before = np.array(read) - self.read(start)
+            self.before = np.array(read) - self.samples_by_source(start)
         self.closed = False
         self._ready = SimpleQueue()  # batches, or the exception that ended the thread
         self._wanted = threading.Semaphore(self.AHEAD)
@@ -210,7 +210,7 @@ class Loader(Iterator):
             first += n
         return result
 
-    def read(self, samples: int) -> np.ndarray:
+    def samples_by_source(self, samples: int) -> np.ndarray:
         """The number of samples of each source among the first `samples`, which are not before `since`."""
         rounds, rest = divmod(samples - self.since, len(self.blend))
         drawn = rounds * np.bincount(self.blend, minlength=len(self.counts))
@@ -219,7 +219,7 @@ class Loader(Iterator):
 
     def epochs(self, samples: int) -> dict[str, float]:
         """The epochs of each source, by name, after the first `samples` samples."""
-        read = self.read(samples).tolist()
+        read = self.samples_by_source(samples).tolist()
         return {name: d / n for (name, *_), d, n in zip(self.stream.sources, read, self.counts, strict=True)}
 
     def _starts(self, start: int) -> Iterator[int]:

@@ -55,7 +55,7 @@ class Objective:
     corrupt_ratio: float = 0.15  # m / T
     span_length: float = 3.0  # m / k
     extra_ids = 0  # ids from V on that the objective needs
-    even = False  # whether all windows have equally many targets, so that a step need not count them
+    equal_targets = False  # whether all windows have equally many targets, so that a step need not count them
 
     def __post_init__(self):
         if self.doc_mask and self.eot is None:
@@ -78,7 +78,7 @@ class Objective:
 class Causal(Objective):
     """Predicts every token from the tokens before it."""
 
-    even = True
+    equal_targets = True
 
     def __call__(self, window: Tensor, keys: np.ndarray) -> dict[str, Tensor]:
         batch = {"idx": window[:, :-1], "targets": window[:, 1:]}
@@ -126,7 +126,7 @@ class Seq2Seq(Objective):
     begins, in source and in idx, so that every document of idx occurs in source.
     """
 
-    even = True
+    equal_targets = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -177,7 +177,7 @@ class Seq2Seq(Objective):
 class CausalPairs(Causal):
     """Predicts the targets of pairs from the tokens before them in the same pair. A window has whole pairs."""
 
-    even = False
+    equal_targets = False
 
     def __call__(self, window: Tensor, marks: np.ndarray) -> dict[str, Tensor]:
         targets = np.where(marks == TARGET, window.numpy(), -1)[:, 1:]

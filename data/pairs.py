@@ -18,10 +18,10 @@ from data.errors import require
 
 PADDING = 4  # the mark of tokens that fill a window
 WRONG_MASK = "the mask of {} has documents without a source or a target; prepare the data again"
-Parts = list[tuple[str, bool]]
+Segments = list[tuple[str, bool]]
 
 
-def of_chat(where: str, messages) -> Parts:
+def of_chat(where: str, messages) -> Segments:
     """The parts of a chat, a list of {"role": ..., "content": ...}: an assistant's contents are targets, and each
     message begins with a line of its role, such as <|user|>. ValueError names the place of what is no chat."""
     shape = f'{where} is no chat; write a list of {{"role": "user" or "assistant", "content": TEXT}}'
@@ -44,7 +44,7 @@ def of_chat(where: str, messages) -> Parts:
     return parts
 
 
-def encode(tokenizer: Tokenizer, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+def encode(tokenizer: Tokenizer, parts: Segments) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a document and their marks, each (N,) int64. An empty source becomes end-of-text, as an empty prompt
     does when a text is sampled."""
     (first, _), *rest = parts

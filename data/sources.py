@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from data.errors import reason, require, say
 from data.files import decoded, open_regular
-from data.pairs import Parts, of_chat
+from data.pairs import Segments, of_chat
 
 RECORDS = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$|\.parquet$", re.IGNORECASE)  # their documents are records
 IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson)(\.gz|\.zst)?$|\.parquet$", re.IGNORECASE)  # names that a folder gives
@@ -88,7 +88,7 @@ def walk(folder: str) -> Iterator[str]:
 class Document(NamedTuple):
     """A text, or a pair, and its place in the source."""
 
-    text: str | Parts
+    text: str | Segments
     number: int  # over all files, from 0
     file: int
     row: int  # in its file, from 1
@@ -124,7 +124,7 @@ class Source:
             before += self.sizes[i]
             row = 0
 
-    def _read_file(self, name: str) -> Iterator[tuple[str | Parts, int]]:
+    def _read_file(self, name: str) -> Iterator[tuple[str | Segments, int]]:
         """Yields (text, bytes of the file read so far) of each document."""
         try:
             with _open(name) as raw:
@@ -166,7 +166,7 @@ class Source:
             return _split(f, LINE_END, b"\n")
         return [(0, f.read(LARGEST + 1))]
 
-    def _json_texts(self, name: str, f) -> Iterator[str | Parts]:
+    def _json_texts(self, name: str, f) -> Iterator[str | Segments]:
         for number, line in enumerate(iter(lambda: f.readline(LARGEST + 1), b""), 1):
             if not line.strip():
                 continue
@@ -181,7 +181,7 @@ class Source:
             self._check_columns(where, record)
             yield self._document(where, record)
 
-    def _rows(self, name: str, raw) -> Iterator[str | Parts]:
+    def _rows(self, name: str, raw) -> Iterator[str | Segments]:
         from pyarrow.parquet import ParquetFile
 
         table = ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
@@ -197,7 +197,7 @@ class Source:
             if column not in names:
                 raise ValueError(f"{where} has no field {column!r}; pass --field or --pairs of {', '.join(names)}")
 
-    def _document(self, where: str, record: dict) -> str | Parts:
+    def _document(self, where: str, record: dict) -> str | Segments:
         """The document of a line or row. ValueError if a field holds no text, or no chat."""
         texts = [record[column] for column in self.columns]
         if len(self.pairs) == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.errors import require
-from model import Heads, Model, Neighbours
+from model import Model, MultiHeadAttention, Neighbours
 
 FEW = 100_000_000  # multiplications of a step for which one thread of a CPU is enough
 
@@ -68,7 +68,7 @@ class RowCache:
 def set_caches(model: Model, length: int):
     """Give heads empty caches for the keys and values of `length` tokens (0 = none) and the memory, and neighbours."""
     for m in model.modules():
-        if isinstance(m, Heads):
+        if isinstance(m, MultiHeadAttention):
             m.cache = KVCache(length) if length and (m.causal or m.reader.source == "memory") else None
         if isinstance(m, Neighbours):
             m.cache = RowCache(m.reach) if length else None

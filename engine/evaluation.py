@@ -11,6 +11,7 @@ from data.dataset import DataSet, TokenStream
 from data.errors import data_errors_end_the_run, require
 from data.loader import count_windows, eval_batches
 from data.objective import Objective
+from engine.config import Config
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.stop_signal import StopSignal
@@ -53,7 +54,7 @@ class Evaluation:
     """Evaluates a run on both splits of its data. Every rank makes one and calls the same methods."""
 
     def __init__(
-        self, cfg, data: DataSet, streams: dict[str, TokenStream], objective: Objective, sharded: ShardedModel
+        self, cfg: Config, data: DataSet, streams: dict[str, TokenStream], objective: Objective, sharded: ShardedModel
     ):
         self.cfg = cfg
         self.objective = objective
@@ -83,7 +84,7 @@ class Evaluation:
         return mean_loss(self.sharded, batches, self.token_bytes, stop)
 
 
-def byte_lengths(cfg, data: DataSet, stream: TokenStream, ranks: Ranks) -> tuple[Tensor | None, str]:
+def byte_lengths(cfg: Config, data: DataSet, stream: TokenStream, ranks: Ranks) -> tuple[Tensor | None, str]:
     """((V,) bytes that each token stands for, ""), or (None, the reason) on all ranks if one of them cannot know."""
     token_bytes = None
     reason = "another rank cannot read the tokenizer; set TIKTOKEN_CACHE_DIR to a folder that all share"

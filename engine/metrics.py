@@ -22,6 +22,7 @@ import torch
 
 from data.errors import printable, reason, require, say, shortened, user_errors
 from data.files import open_small, read_file, write_file, writing
+from engine.config import Config
 from engine.device import peak_memory_bytes
 
 LARGEST_FILE = 2**32  # bytes of metrics.jsonl
@@ -86,7 +87,7 @@ class Events:
 class Wandb:
     """Sends figures to Weights & Biases (https://docs.wandb.ai); a resume continues the same run there."""
 
-    def __init__(self, folder: Path, cfg):
+    def __init__(self, folder: Path, cfg: Config):
         try:
             import wandb
         except ImportError:
@@ -176,7 +177,7 @@ class Metrics(Silent):
     at the top of `step`. TensorBoard drops the same steps. Rates and the time left are those of this session.
     """
 
-    def __init__(self, cfg, work, device: torch.device, step: int, tokens: int):
+    def __init__(self, cfg: Config, work, device: torch.device, step: int, tokens: int):
         self.flops_per_token = work.flops_per_token
         self.peak = work.peak_flops  # of all ranks together, None if unknown
         self.device = device

@@ -16,7 +16,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.parallel.owners import Owners, local
+from engine.config import Config
+from engine.parallel.distributed_muon import Owners
+from engine.parallel.layout import local
 from engine.parallel.sharded import ShardedModel, load_biases
 from flags import refuse
 from model import Convolution, ExpertLinear, Fused, Linear
@@ -24,14 +26,14 @@ from model import Convolution, ExpertLinear, Fused, Linear
 # ---- Schedules
 
 
-def learning_rate(step: int, cfg) -> float:
+def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of step `step` (the first is 0): a linear warm-up, then cfg.schedule."""
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
     return SCHEDULE[cfg.schedule](step, cfg.lr_decay_iters or cfg.max_iters, cfg)
 
 
-def rescheduled(cfg, flags: dict) -> str:
+def rescheduled(cfg: Config, flags: dict) -> str:
     """A warning if max_iters moves the end of the schedule that the checkpoint's flags have, otherwise ""."""
     end = flags.get("lr_decay_iters") or flags.get("max_iters", cfg.max_iters)
     if cfg.schedule == "constant" or cfg.lr_decay_iters or cfg.max_iters == end:
@@ -40,11 +42,11 @@ def rescheduled(cfg, flags: dict) -> str:
     return f"warning: {fact}; --lr_decay_iters={end} keeps the old schedule"
 
 
-def constant(step: int, end: int, cfg) -> float:
+def constant(step: int, end: int, cfg: Config) -> float:
     return cfg.learning_rate
 
 
-def cosine(step: int, end: int, cfg) -> float:
+def cosine(step: int, end: int, cfg: Config) -> float:
     """Half a cosine from the end of the warm-up to min_lr at step `end` (arXiv:1608.03983; nanoGPT's get_lr)."""
     if step >= end:
         return cfg.min_lr
@@ -52,7 +54,7 @@ def cosine(step: int, end: int, cfg) -> float:
     return cfg.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (cfg.learning_rate - cfg.min_lr)
 
 
-def wsd(step: int, end: int, cfg) -> float:
+def wsd(step: int, end: int, cfg: Config) -> float:
     """Warm-up, stable, decay (arXiv:2404.06395): linear over the last cooldown_iters to min_lr at step `end`."""
     left = min(1.0, max(0, end - step) / (cfg.cooldown_iters or max(1, end // 5)))
     return cfg.min_lr + left * (cfg.learning_rate - cfg.min_lr)
@@ -221,14 +223,14 @@ def iteration_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
-class Parts(NamedTuple):
+class Recipe(NamedTuple):
     """The parts of a run's optimizer: what trains the weights, or with muon=True those that are no hidden matrices."""
 
     rest: type[UpdateRule]
     muon: bool = False
 
 
-OPTIMIZER = {"adamw": Parts(AdamW), "muon": Parts(AdamW, muon=True)}
+OPTIMIZER = {"adamw": Recipe(AdamW), "muon": Recipe(AdamW, muon=True)}
 
 
 @cache
@@ -269,7 +271,9 @@ class Optimizer:
         return found
 
 
-def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32) -> Optimizer:
+def build(
+    model: nn.Module, cfg: Config, sharded: ShardedModel | None = None, dtype: torch.dtype = torch.float32
+) -> Optimizer:
     """The optimizer that cfg.optimizer names, an entry of OPTIMIZER. sharded says how ranks share the model. dtype is
     that of matrix products."""
     kind = OPTIMIZER[cfg.optimizer]
@@ -294,7 +298,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     if hidden:
         owners = None
         if sharded and sharded.ranks.size > cfg.pp:
-            matrices = {p: sharded.weights[name] for name, p in trained.items() if p in hidden}
+            matrices = {p: sharded.layouts[name] for name, p in trained.items() if p in hidden}
             owners = Owners(matrices, sharded.ranks.stage, iteration_dtype(dtype))
         muon = Muon(hidden, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, owners, dtype)
         parts[muon] = cfg.muon_lr / cfg.learning_rate
@@ -303,7 +307,7 @@ def build(model: nn.Module, cfg, sharded: ShardedModel | None = None, dtype: tor
     return Optimizer(parts)
 
 
-def own_rates(model: nn.Module, cfg) -> dict[nn.Parameter, float]:
+def own_rates(model: nn.Module, cfg: Config) -> dict[nn.Parameter, float]:
     """The highest learning rates of parameters that have their own and no Muon. They follow the schedule of
     cfg.learning_rate in proportion."""
     if not cfg.conv_lr:
@@ -314,7 +318,8 @@ def own_rates(model: nn.Module, cfg) -> dict[nn.Parameter, float]:
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, Fused | None]:
     """The weights that Muon trains -> their logical matrices, see Linear.fused. They are those of linear layers between
     the stream or the memory and hidden units."""
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.role in ("into", "memory", "out", "second")]
+    hidden = ("column", "memory_column", "row", "after_row")
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.role in hidden]
     return {m.weight: m.fused for m in layers if m.weight.requires_grad}
 
 

@@ -5,12 +5,14 @@ from typing import Any
 from flags import LayerFlags, setting
 
 RETIRED: dict[str, Any] = {}  # a flag -> the value that may be dropped, because it is what the program does now
-REPLACED = {"layer": "--block={}", "norm=none": "--norm_placement=none"}  # a flag, or a value of it -> what to write
+RENAMED = {"simplified_beta_ff": "sas_beta_ff", "simplified_value_proj": "sas_value_proj"}
+REPLACED = {old: f"--{new}={{}}" for old, new in RENAMED.items()}  # a flag, or a value of it -> what to write
+REPLACED |= {"layer": "--block={}", "norm=none": "--norm_placement=none"}
 
 
 def translated(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of a checkpoint or an export of commit ca72a4b or later, in today's words."""
-    flags = {**flags}
+    flags = {RENAMED.get(name, name): value for name, value in flags.items()}
     string = flags.pop("layer", None)
     if string is not None and flags.get("block") == "superblock":
         flags["block"] = string

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.config import Config
 from engine.metrics import tried
 from engine.parallel.ranks import Ranks
 
@@ -37,7 +38,7 @@ class Watch:
     LAST = 100
     LEAST = 20
 
-    def __init__(self, cfg, device: torch.device, norms: list[float]):
+    def __init__(self, cfg: Config, device: torch.device, norms: list[float]):
         self.cfg = cfg
         self.norms: list[float] = []  # the last ones, which a checkpoint keeps
         if cfg.spike_factor:  # otherwise, those of the checkpoint would grow old
@@ -45,7 +46,7 @@ class Watch:
         self.not_finite = 0  # steps in a row, up to now, that were left out because they were not finite
         self.bad_step = torch.full((), NEVER, device=device)  # on the device, so that the host need not wait for it
 
-    def look(self, step: int, finite: Tensor, grad_norm: Tensor) -> str:
+    def reason_to_skip(self, step: int, finite: Tensor, grad_norm: Tensor) -> str:
         """Why this step is to be left out, "" if it is not. Every rank calls it with the same values."""
         if self.cfg.skip_nonfinite and not finite:
             self.not_finite += 1
@@ -85,7 +86,7 @@ def collect_garbage():
         gc.disable()
 
 
-def tracing(cfg, say) -> torch.profiler.profile:
+def tracing(cfg: Config, say) -> torch.profiler.profile:
     """A context that traces cfg.profile_steps steps into trace.json in out_dir. Its step() is called before every step
     of the run. A run that ends earlier writes the steps that it has made."""
     path = Path(cfg.out_dir, "trace.json")

@@ -11,7 +11,7 @@ LAYERS = (  # every choice of a reader
 BLOCKS = {
     "standard": "--bias=True",
     "parallel": "--block=parallel --pos=rope --mlp=swiglu --norm=rmsnorm",
-    "simplified": "--block=simplified --pos={alibi} --simplified_value_proj=all",
+    "simplified": "--block=simplified --pos={alibi} --sas_value_proj=all",
     "simplified_parallel": "--block=simplified_parallel --attention=gqa --n_kv_head=2",
     "superblock": "--block=c{m}+p --qk_norm=True --window=7",
     "superblock, series": "--block=c,p --norm_placement=sandwich --mlp=geglu",

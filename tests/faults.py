@@ -38,9 +38,9 @@ model.py: The encoder's positions do not begin anew with each document under doc
   + x, t = self.embed(source, 0)
   tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
 ops.py: The centring matrix of shaped attention is not masked causally, so the future leaks.
-  -     lo, hi = mask.reach(T, S, v.device)
+  -     lo, hi = mask.visible_range(T, S, v.device)
   -     if mask.docs is None and mask.causal and not 0 < mask.window < S:
-  +     lo, hi = mask._replace(causal=False).reach(T, S, v.device)
+  +     lo, hi = mask._replace(causal=False).visible_range(T, S, v.device)
   +     if False:
   tests/model/test_naive.py
 engine/optim.py: Muon's updates are scaled up for wide matrices instead of for tall ones.
@@ -80,7 +80,7 @@ engine/checkpoint/files.py: Pruning counts later steps of a rewound run among th
   - steps = [path for path in steps_in(out_dir) if step_of(path) <= state["step"]]
   + steps = steps_in(out_dir)
   tests/checkpoint/test_checkpoint.py::test_pointers_and_pruning
-engine/checkpoint/contents.py: An index that lacks a piece is taken for whole, and the rest of the tensor is not loaded.
+engine/checkpoint/file_format.py: An index that lacks a piece is taken for whole, and not all of the tensor is loaded.
   - require(complete == math.prod(saved.shape),
   + require(complete <= math.prod(saved.shape),
   tests/checkpoint/test_checkpoint.py::test_shards_that_lie_are_refused
@@ -127,7 +127,7 @@ train.py: A step that is left out does not count its samples, so a resume reads 
   - self.samples += self.cfg.samples(self.step)
   + self.samples += self.cfg.samples(self.step) * bool(finite)
   tests/training/test_oracle.py::test_skipped_steps_equal_the_oracles
-engine/checkpoint/run.py: A resume restores the gradient scaler's scale, but not how many good steps it has counted.
+engine/resume.py: A resume restores the gradient scaler's scale, but not how many good steps it has counted.
   - load_state_dict(state["scaler"])
   + load_state_dict(scaler.state_dict() | {"scale": state["scaler"]["scale"]})
   tests/training/test_oracle.py::test_the_gradient_scaler_equals_the_oracles
@@ -135,7 +135,7 @@ sample.py: Sampling with top_p drops the token with which the sum first reaches 
   - over = (before >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
   + over = (before + ordered >= cfg.top_p * ordered.sum(-1, keepdim=True)) & (before > 0)
   tests/commands/test_sample.py::test_choose
-engine/interchange/config.py: Keys of a config.json that nothing reads are ignored, such as is_causal.
+engine/interchange/hf_config.py: Keys of a config.json that nothing reads are ignored, such as is_causal.
   - refuse_rest(keys, NEUTRAL | self.fixed)
   + pass
   tests/interchange/test_hf_import.py::test_each_key_counts_as_in_transformers[gpt2]
@@ -160,13 +160,13 @@ data/objective.py: Causal models learn the sources of pairs too.
   + targets = np.where(marks < PADDING, window.numpy(), -1)[:, 1:]
   tests/data/test_pairs.py::test_an_epoch_has_every_pair_once_and_whole
 data/objective.py: Micro-batches of pairs weigh alike, however many targets they have.
-  -     even = False
+  -     equal_targets = False
   -
-  +     even = True
+  +     equal_targets = True
   +
   tests/data/test_pairs.py::test_a_step_is_the_mean_over_all_its_targets
 engine/parallel/sharded.py: The tied weight, which both ends of a pipeline have, is counted twice in the gradient norm.
-  - (name not in self.counted_elsewhere) / math.sqrt(copies)
+  - (name not in self.counted_by_other_stage) / math.sqrt(copies)
   + 1 / math.sqrt(copies)
   tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[pairs]
 engine/parallel/initial.py: What __init__ writes into a layer of ours, such as nn.init.zeros_, is lost without a word.
@@ -258,7 +258,7 @@ engine/parallel/ranks.py: No rank on GPUs sets its device, so all of them alloca
   - torch.cuda.set_device(device)
   + pass
   tests/training/test_train.py::test_a_rank_takes_the_gpu_of_its_number_on_its_node
-engine/checkpoint/weights.py: evaluate.py --parallel=fsdp refuses weights that fit only on several ranks.
+engine/weights.py: evaluate.py --parallel=fsdp refuses weights that fit only on several ranks.
   - flags, ranks.size, ranks.device)
   + flags, 1, ranks.device)
 engine/parallel/connection.py: Ranks of several machines are taken to share the memory of one.

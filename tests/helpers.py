@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.files import Shard
-from engine.checkpoint import contents
+from engine.checkpoint import file_format
 from engine.checkpoint import files as checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def holds_files(folder: Path) -> bool:
 def tensors_in(where: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, or of a run's latest one, each read as a whole."""
     path = checkpoint.find(where)
-    index = contents.read_index(path, checkpoint.read_state(path))
+    index = file_format.read_index(path, checkpoint.read_state(path))
     tensors = {name: torch.empty(saved.shape, dtype=saved.dtype) for name, saved in index.items()}
     checkpoint.load(path, tensors, index)
     return tensors

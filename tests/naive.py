@@ -30,7 +30,7 @@ PLAIN = dict(  # the flags that are known here, each with the value by which it 
     n_layer=12, n_head=12, n_embd=768, head_dim=0, block_size=1024, vocab_size=0, bias=False, qkv_bias=False,
     norm_bias=False, tie_weights=True, init_std=0.02, scaled_init=True, embed_scale=1.0, block="standard",
     norm="layernorm", last_norm="same", norm_placement="pre", norm_eps=1e-5, mlp="gelu", mlp_ratio=4.0, conv=0,
-    simplified_value_proj="first", simplified_beta_ff=0.1, n_slot=0, n_expert=0, n_expert_active=2, n_expert_shared=0,
+    sas_value_proj="first", sas_beta_ff=0.1, n_slot=0, n_expert=0, n_expert_active=2, n_expert_shared=0,
     expert_ratio=0.0, router="softmax", router_balance="bias", n_dense_layer=0, attention="mha", n_kv_head=0,
     qk_norm=False, value_embedding=False, window=0, window_pattern="", attn_softcap=0.0, fp32_residual="auto",
     pos="learned", rope_theta=1e4, rope_scaling="", pos_pattern="", rope_theta_local=1e4, objective="causal",
@@ -41,7 +41,7 @@ CHOICES = {  # flag -> the names that are known here
     "last_norm": ["same", "layernorm", "rmsnorm"],
     "norm_placement": ["pre", "post", "after", "sandwich", "none"],
     "mlp": ["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "swiglu", "geglu", "geglu_tanh"],
-    "simplified_value_proj": ["first", "all", "none"],
+    "sas_value_proj": ["first", "all", "none"],
     "router": ["softmax", "sigmoid"],
     "router_balance": ["bias", "none"],
     "attention": ["mha", "gqa", "mqa"],
@@ -532,7 +532,7 @@ class Naive:
         rows = self.linear(f"{name}.qk", x, (H + K) * D, f.bias or f.qkv_bias).unflatten(-1, (K, H // K + 1, D))
         q = self.head_norm(f"{name}.q_norm", rows[:, :, :, :-1].flatten(2, 3))
         k = self.head_norm(f"{name}.k_norm", rows[:, :, :, -1])
-        trained = f.simplified_value_proj
+        trained = f.sas_value_proj
         if trained == "all" or trained == "first" and layer == 0:
             x = self.near_identity(f"{name}.value", x)
         v = x.unflatten(-1, (H, D))

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from engine.parallel.owners import Part
+from engine.parallel.layout import Slice
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = """
@@ -258,7 +258,7 @@ def train_runs(all_flags: list[list[str]], saved: bool = True):
         train_main(flags)
 
 
-def part_of(whole: Tensor, part: Part) -> Tensor:
+def part_of(whole: Tensor, part: Slice) -> Tensor:
     """What a rank holds of a whole tensor, as `part` is placed in another one of this shape."""
     ends = (start + n for start, n in zip(part.offsets, part.tensor.shape, strict=True))
     return whole[tuple(map(slice, part.offsets, ends))]

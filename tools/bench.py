@@ -20,7 +20,7 @@ from configurator import parse
 from data.errors import command, require, user_errors
 from flags import Flags
 from tools import speed
-from tools.child import ROOT, measure, words_of
+from tools.training_process import ROOT, measure, words_of
 
 
 @dataclass

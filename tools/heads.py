@@ -32,7 +32,7 @@ import model as M
 from data.errors import require
 from ops import Mask, capped
 
-Pool = M.Heads | M.MLP
+Pool = M.MultiHeadAttention | M.MLP
 Units = tuple[Tensor, Tensor, Tensor]  # incoming, outgoing and hidden of each unit
 
 
@@ -53,7 +53,7 @@ def visible(pool: Pool, position: int, n: int) -> tuple[int, int]:
     """The range [first, end) of the n tokens or slots of a pool that the query sees."""
     if pool.reader.source != "context":
         return 0, n
-    first, end = Mask(pool.causal, pool.window).reach(n, n, torch.device("cpu"))
+    first, end = Mask(pool.causal, pool.window).visible_range(n, n, torch.device("cpu"))
     return int(first[position]), int(end[position])
 
 
@@ -86,7 +86,7 @@ def contextual_mlp(
     if isinstance(pool, M.MLP):
         return hidden_units(pool, x[0, position], y)
     incoming, values, hidden = head_units(pool, x, inputs, head, position)
-    channels = slice(head * pool.head_dim, (head + 1) * pool.head_dim)
+    channels = slice(head * pool.head_size, (head + 1) * pool.head_size)
     error = (hidden @ values - y[channels]).norm()
     of_units = (hidden.abs() @ values.abs()).norm()
     if error > math.sqrt(torch.finfo(x.dtype).eps) * of_units:
@@ -105,7 +105,7 @@ def hidden_units(pool: M.MLP, x: Tensor, hidden: Tensor) -> Units:
     return incoming, outgoing, hidden
 
 
-def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: int) -> Units:
+def head_units(pool: M.MultiHeadAttention, x: Tensor, inputs: M.Inputs, head: int, position: int) -> Units:
     """Incoming (S, C), values / Z (S, D) and hidden (S,) of a head that reads tokens or slots, for x (1, T, C)."""
     context = pool.reader.source == "context"
     q, k, v = pool.project(x, inputs)  # before norms and positions: q (1, H, T, D), k and v (1, heads, T or S, D)
@@ -135,7 +135,7 @@ def head_units(pool: M.Heads, x: Tensor, inputs: M.Inputs, head: int, position: 
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
-def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
+def query_rows(pool: M.MultiHeadAttention, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
     """W_Q^T of each head at x (C,), and as the last row the query q (1, H, 1, D), both with q's norm: (1, H, C + 1, D).
     Their products with the keys are the incoming weights and the scores."""
     W_Q = jacfwd(lambda x: pool.project(x[None, None], inputs)[0])(x)[:, :, 0].mT  # (1, H, C, D)
@@ -146,11 +146,12 @@ def query_rows(pool: M.Heads, x: Tensor, inputs: M.Inputs, q: Tensor) -> Tensor:
 
 
 def units_of_keys(
-    pool: M.Heads, head: int, keys: Tensor, values: Tensor, queries: Tensor, n: int = 0, own: int | None = None
-) -> Units:
+    pool: M.MultiHeadAttention, head: int, keys: Tensor, values: Tensor, queries: Tensor, n: int = 0,
+    own: int | None = None,
+) -> Units:  # fmt: skip
     """The units of keys and values (S, E) with one normaliser: incoming (S, C), values / Z (S, D), hidden (S,), for
     queries (C + 1, E), see query_rows. The query sees n tokens, and `own` is the index of its own, if that is there."""
-    D = pool.head_dim
+    D = pool.head_size
     scores = keys[:, :D] @ queries[:, :D].T / math.sqrt(D)  # (S, C + 1)
     bias = keys[:, D:] @ queries[-1, D:] / math.sqrt(D)  # of ALiBi's columns
     if own is not None:

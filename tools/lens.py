@@ -21,10 +21,10 @@ from configurator import parse
 from data.errors import command, printable, reason, require, user_errors
 from data.files import user_path
 from data.tokenizer import Tokenizer
-from engine.checkpoint import weights
+from engine import weights
 from engine.config import Config
 from engine.device import resolve_device
-from engine.text import check_id, prompt_ids, read_prompt
+from engine.prompts import check_id, prompt_ids, read_prompt
 from flags import Flags, refuse
 from tools.curves import GREY, MATPLOTLIB, require_matplotlib, save
 from tools.heads import contextual_mlp, reader_of, visible
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None):
         if cfg.out:
             require_matplotlib()
         device = resolve_device(cfg.device)
-        path, model, tokenizer = weights.alone(cfg.out_dir, device, torch.float32)
+        path, model, tokenizer = weights.load_model(cfg.out_dir, device, torch.float32)
         text, source_text = read_texts(cfg, model.cfg, tokenizer)
         idx = torch.tensor(text, device=device)
         source = None

@@ -25,7 +25,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting
 from model import Model
-from tools.child import ROOT, TEMPORARY
+from tools.training_process import ROOT, TEMPORARY
 
 CONFIGS = {  # name -> arguments of train.py, with the size of the vocabulary of the data that a file names
     "4L/128/T64/B12": "config/train_shakespeare_cpu.py --vocab_size=65",

@@ -1,8 +1,8 @@
 """Writes checkpoints that survive a crash at any instant, and reads them without running code that they may hold.
 
 out_dir must be on a file system that all ranks share. It has a directory step_00001000 for each checkpoint, see
-contents.py, and the text files `latest` and `best` with the name of such a directory. What is not complete or is being
-deleted has a name with `.tmp-`, which the next save removes; `step_*.old` is a step that is being replaced.
+file_format.py, and the text files `latest` and `best` with the name of such a directory. What is not complete or is
+being deleted has a name with `.tmp-`, which the next save removes; `step_*.old` is a step that is being replaced.
 """
 
 import hashlib
@@ -22,9 +22,25 @@ from torch import Tensor
 
 from data.errors import reason, require, say
 from data.files import fsync, read_file, user_path, write_file
-from engine.checkpoint import contents
-from engine.checkpoint.contents import STEP, Damaged, Part, Saved, own_part, read_state, step_name, step_of, steps_in
-from engine.parallel.ranks import from_first_rank, is_first_rank, of_first_rank, to_first_rank, together
+from engine.checkpoint import file_format
+from engine.checkpoint.file_format import (
+    STEP,
+    Damaged,
+    Saved,
+    Slice,
+    own_part,
+    read_state,
+    step_name,
+    step_of,
+    steps_in,
+)
+from engine.parallel.ranks import (
+    broadcast_from_first,
+    gather_to_first,
+    is_first_rank,
+    on_every_rank,
+    scatter_from_first,
+)
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old|\.shared_\w+")
 TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
@@ -34,10 +50,10 @@ T = TypeVar("T")
 say_once = cache(say)  # a start looks for its checkpoint several times
 
 
-def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], state: dict, keep_last: int = 2):
+def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Slice], state: dict, keep_last: int = 2):
     """Write out_dir/step_<step>, its name into `latest`, and that of state["best_step"] into `best`. Every rank calls
     it with tensors by name, each a part or, equal on all ranks that have it, a whole one. Rank 0's `state`, see
-    contents.STATE, is written. Of the steps up to this one, the newest `keep_last` stay, and the two so named.
+    file_format.STATE, is written. Of the steps up to this one, the newest `keep_last` stay, and the two so named.
     OSError on every rank if one cannot write; older checkpoints stay."""
     final = Path(out_dir) / step_name(step)
     partial_step = final.with_name(f".tmp-{final.name}")
@@ -45,9 +61,9 @@ def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Part], stat
     rank = dist.get_rank() if dist.is_initialized() else 0
     file = partial_step / f"rank_{rank}.safetensors"
     try:
-        of_first_rank(partial(_begin, partial_step))
-        written = to_first_rank(together(partial(contents.write, file, _share(parts))))
-        of_first_rank(partial(_commit, final, written, state | {"step": step}, keep_last))
+        broadcast_from_first(partial(_begin, partial_step))
+        written = gather_to_first(on_every_rank(partial(file_format.write, file, _share(parts))))
+        broadcast_from_first(partial(_commit, final, written, state | {"step": step}, keep_last))
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
@@ -98,9 +114,9 @@ def read(where: str | Path, action: Callable[[Path, dict], T]) -> T:
     have deleted or replaced it meanwhile. Raises Damaged, or OSError if each one was deleted before it was read."""
     failed = None
     for _ in range(TRIES):
-        path = of_first_rank(partial(find, where))
+        path = broadcast_from_first(partial(find, where))
         try:
-            return action(path, together(partial(read_state, path)))
+            return action(path, on_every_rank(partial(read_state, path)))
         except Damaged:
             if path == failed:
                 raise
@@ -108,15 +124,15 @@ def read(where: str | Path, action: Callable[[Path, dict], T]) -> T:
     raise OSError(f"{where} is saved to faster than it can be read; give the run that saves a larger --keep_last")
 
 
-def read_index(path: Path, state: dict, tensors: dict[str, Tensor | Part]) -> dict[str, Saved]:
+def read_index(path: Path, state: dict, tensors: dict[str, Tensor | Slice]) -> dict[str, Saved]:
     """name -> shape, dtype and pieces of those of the tensors that are in the checkpoint with this state. Every rank
     calls it. The first one reads the index, and sends each rank the pieces that its parts need. Raises Damaged."""
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    asked = to_first_rank({name: (part.offsets, tuple(part.tensor.shape)) for name, part in parts.items()})
-    return from_first_rank(lambda: contents.divide(contents.read_index(path, state), asked))
+    asked = gather_to_first({name: (part.offsets, tuple(part.tensor.shape)) for name, part in parts.items()})
+    return scatter_from_first(lambda: file_format.divide(file_format.read_index(path, state), asked))
 
 
-def load(path: Path, tensors: dict[str, Tensor | Part], index: dict[str, Saved], vocab_size: float = math.inf):
+def load(path: Path, tensors: dict[str, Tensor | Slice], index: dict[str, Saved], vocab_size: float = math.inf):
     """Read the named tensors in place, from a checkpoint of any number of ranks with this index. Every rank calls it.
     Rows of padding behind the `vocab_size` rows of the vocabulary's weights may be more or fewer, see `unpadded`; those
     that were not saved become 0. ValueError on every rank if a name is absent, its shape or dtype differs, or a tensor
@@ -135,11 +151,11 @@ def load(path: Path, tensors: dict[str, Tensor | Part], index: dict[str, Saved],
         for name, part in parts.items():
             if index[name].shape != part.shape:
                 part.tensor.zero_()
-            contents.fill(path, name, index[name], part)
+            file_format.fill(path, name, index[name], part)
             fact = f"{name} in checkpoint {path} has numbers that are not finite"
-            require(contents.finite(part.tensor), f"{fact}; use an earlier checkpoint")
+            require(file_format.finite(part.tensor), f"{fact}; use an earlier checkpoint")
 
-    together(check_and_fill)
+    on_every_rank(check_and_fill)
 
 
 def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int, ...]:
@@ -150,17 +166,17 @@ def unpadded(name: str, shape: tuple[int, ...], vocab_size: float) -> tuple[int,
     return shape
 
 
-def _share(parts: dict[str, Part]) -> dict[str, Part]:
+def _share(parts: dict[str, Slice]) -> dict[str, Slice]:
     """Those of the parts that this rank writes; ranks that have the same parts take turns. All ranks call it."""
     # With the shape, because an empty part has the offsets of another one
     boxes = [repr((name, part.offsets, part.tensor.shape)).encode() for name, part in parts.items()]
-    held = to_first_rank([hashlib.blake2b(box, digest_size=16).digest() for box in boxes])  # shorter than boxes
+    held = gather_to_first([hashlib.blake2b(box, digest_size=16).digest() for box in boxes])  # shorter than boxes
     holders = defaultdict(list)
     for rank, hashes in enumerate(held):
         for box in hashes:
             holders[box].append(rank)
     writer = {box: ranks[turn % len(ranks)] for turn, (box, ranks) in enumerate(holders.items())}
-    mine = from_first_rank(lambda: [[writer[box] == rank for box in hashes] for rank, hashes in enumerate(held)])
+    mine = scatter_from_first(lambda: [[writer[box] == rank for box in hashes] for rank, hashes in enumerate(held)])
     return {name: parts[name] for name, turn in zip(parts, mine, strict=True) if turn}
 
 
@@ -181,7 +197,7 @@ def _begin(partial_step: Path):
 
 def _commit(final: Path, written: list[dict], state: dict, keep_last: int):
     """Complete a step, then update `best` and `latest`, then delete old steps; each by one rename. `written` is what
-    contents.write has returned on each rank."""
+    file_format.write has returned on each rank."""
     out_dir = final.parent
     partial_step = final.with_name(f".tmp-{final.name}")
     _write_index(partial_step, written, state)
@@ -214,10 +230,10 @@ def _write_index(partial_step: Path, written: list[dict], state: dict):
         for name, entry in entries.items():
             index.setdefault(name, entry | {"pieces": []})["pieces"] += entry["pieces"]
     text = json.dumps(index).encode()
-    state = state | {"format": contents.FORMAT, "index_sha256": hashlib.sha256(text).hexdigest()}
+    state = state | {"format": file_format.FORMAT, "index_sha256": hashlib.sha256(text).hexdigest()}
     write_file(partial_step / "index.json", text)
     write_file(partial_step / "state.json", json.dumps(state, indent=1).encode())
-    contents.read_index(partial_step, state)
+    file_format.read_index(partial_step, state)
     fsync(partial_step)
 
 

@@ -10,17 +10,18 @@ from torch import Tensor
 from data.errors import fail, one_line
 from data.lock import lock_again
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.contents import finite, own_part
+from engine.checkpoint.file_format import finite, own_part
+from engine.config import Config
 from engine.metrics import Silent
-from engine.parallel.owners import Part
-from engine.parallel.ranks import is_first_rank, leave, of_all_ranks, of_first_rank
+from engine.parallel.layout import Slice
+from engine.parallel.ranks import broadcast_from_first, gather_to_all, is_first_rank, leave
 from engine.stop_signal import StopSignal
 
 
 class Checkpoints:
     """Saves the checkpoints of a run, one at a time. Every rank calls the same methods in the same order."""
 
-    def __init__(self, cfg, stop: StopSignal, metrics: Silent, step: int | None, state: dict):
+    def __init__(self, cfg: Config, stop: StopSignal, metrics: Silent, step: int | None, state: dict):
         self.cfg = cfg
         self.stop = stop
         self.metrics = metrics
@@ -47,14 +48,14 @@ class Checkpoints:
         name = checkpoint.named_by(Path(self.cfg.out_dir, "best"))
         return f"done; the best val loss is {self.best_loss:.4f}, of {name or 'step 0'}"
 
-    def save(self, step: int, tensors: dict[str, Tensor | Part], state: dict):
+    def save(self, step: int, tensors: dict[str, Tensor | Slice], state: dict):
         """Save a checkpoint. If that fails, or a tensor of any rank is not finite, the run ends on all ranks."""
         bad = next((name for name, x in tensors.items() if not finite(own_part(x).tensor)), "")
-        for name in filter(None, of_all_ranks(bad)):
+        for name in filter(None, gather_to_all(bad)):
             self.fail(f"at step {step}, {name} has numbers that are not finite; lower --learning_rate", before=step)
         state = state | {"best_val_loss": self.best_loss, "best_step": self.best_step}
         try:
-            of_first_rank(partial(lock_again, self.cfg.out_dir, "out_dir"))
+            broadcast_from_first(partial(lock_again, self.cfg.out_dir, "out_dir"))
             checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last)
         except (OSError, ValueError) as error:
             try:

@@ -19,7 +19,7 @@ from configurator import parse_positional
 from data import files
 from data.errors import command, printable, require, say, user_errors
 from data.lock import temporary_folder
-from engine.checkpoint import weights
+from engine import weights
 from engine.interchange.huggingface import write_hf
 from engine.interchange.tokenizer import export_tokenizer
 from engine.parallel.ranks import Ranks
@@ -47,7 +47,7 @@ def export(run: str, where: str, options: ExportConfig) -> str | Path:
     return path
 
 
-def write(folder: Path, options: ExportConfig, found: weights.Weights) -> str | Path:
+def write(folder: Path, options: ExportConfig, found: weights.StoredModel) -> str | Path:
     """Write these weights and their tokenizer into the folder; returns the path of the weights."""
     flags = found.config()
     cfg = ModelConfig(**{name: getattr(flags, name) for name in ModelConfig.__dataclass_fields__})

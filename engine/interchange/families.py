@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from data.base_tokenizer import Tokenizer
-from engine.interchange import config as parts
-from engine.interchange.config import PLAIN, Family, write_scaling
+from engine.interchange import hf_config as parts
+from engine.interchange.hf_config import PLAIN, Family, write_scaling
 from engine.interchange.tokenizer import keeps_ids
 from flags import READER, unused
 from model import ModelConfig, hidden_units
@@ -55,7 +55,7 @@ def scale_queries(x: Tensor, cfg: ModelConfig, config: dict) -> Tensor:
 TRANSPOSE = Conversion(lambda x, *_: x.t(), lambda x, *_: x.t())  # Conv1D of GPT-2; a bias stays as it is
 GROUP = reordered(group)
 # All gates, then all values, of each expert in turn -> pieces of gates and values in turn
-UNITS = reordered(lambda rows, cfg: rows.view(cfg.n_expert or 1, 2, -1, cfg.hidden_unit).transpose(1, 2).flatten())
+UNITS = reordered(lambda rows, cfg: rows.view(cfg.n_expert or 1, 2, -1, cfg.hidden_multiple).transpose(1, 2).flatten())
 STACK = Conversion(lambda x, cfg, _: x.unflatten(0, (cfg.n_expert, -1)), lambda x, *_: x.flatten(0, 1))  # of experts
 PLUS_ONE = Conversion(lambda x, *_: x + 1, lambda x, *_: x - 1)  # Gemma's norms multiply by 1 + w
 SCALE = Conversion(scale_queries, lambda x, *_: x)  # a file that we write has query_pre_attn_scalar = D
@@ -184,7 +184,7 @@ FAMILIES = {
 # ---- Which family expresses a model of ours
 
 # Flags that matter only in training, and window, which network() says by its pattern
-FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "simplified_beta_ff"}
+FREE = {"dropout", "loss_chunk", "fp32_residual", "doc_mask", "doc_positions", "scaled_init", "sas_beta_ff"}
 FREE |= {"window", "init_std"}
 
 

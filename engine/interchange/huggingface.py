@@ -13,9 +13,9 @@ from configurator import resolve
 from data import files
 from data.base_tokenizer import Tokenizer
 from data.errors import reason, require
-from engine.checkpoint import contents
-from engine.interchange.config import Family
+from engine.checkpoint import file_format
 from engine.interchange.families import FAMILIES, choose
+from engine.interchange.hf_config import Family
 from engine.plan.accounting import skeleton
 from engine.retired import translated
 from model import ModelConfig
@@ -125,7 +125,7 @@ class Pretrained(Mapping[str, Tensor]):
 
     def _tensor(self, name: str) -> Tensor:
         x = self.stored[name].detach().float()
-        self._require(contents.finite(x), f"{name} holds numbers that are not finite")
+        self._require(file_format.finite(x), f"{name} holds numbers that are not finite")
         return x
 
 
@@ -228,10 +228,10 @@ def write_hf(
         if x is None:
             x = torch.zeros(shape)
         for each, theirs in to_theirs(family, cfg, config, name, x).items():
-            parts[each] = contents.own_part(theirs.to(dtype))
+            parts[each] = file_format.own_part(theirs.to(dtype))
             fact = f"{each} has numbers that are not finite in {str(dtype)[6:]}"
-            require(contents.finite(parts[each].tensor), f"{fact}; export with --dtype=float32")
-    contents.write(folder / "model.safetensors", parts, {"format": "pt"})
+            require(file_format.finite(parts[each].tensor), f"{fact}; export with --dtype=float32")
+    file_format.write(folder / "model.safetensors", parts, {"format": "pt"})
 
 
 def write_json(file: Path, value: dict):

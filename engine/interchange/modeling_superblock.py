@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import Heads, LearnedEmbedding, Model, ModelConfig, Neighbours
+from .model import LearnedEmbedding, Model, ModelConfig, MultiHeadAttention, Neighbours
 
 
 class SuperblockConfig(PretrainedConfig):
@@ -57,7 +57,7 @@ class SuperblockForCausalLM(PreTrainedModel, GenerationMixin):
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.model = Model(ModelConfig(**config.flags), self.seed)
         self.model.cfg.doc_positions = True  # the documents are padding and a text
-        self.cached = [m for m in self.model.modules() if isinstance(m, Heads) and m.causal]
+        self.cached = [m for m in self.model.modules() if isinstance(m, MultiHeadAttention) and m.causal]
         self.cached += [m for m in self.model.modules() if isinstance(m, Neighbours)]
         config.num_hidden_layers = len(self.cached)  # of transformers' caches; a layer may have several
         self.names = {m: name for name, m in self.model.named_modules()}

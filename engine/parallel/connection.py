@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from data.errors import reason, require, say
+from engine.config import Config
 
 
 class Environment(NamedTuple):
@@ -54,7 +55,7 @@ def launched() -> Environment:
     return environment()
 
 
-def connect(cfg, place: Environment, device: torch.device):
+def connect(cfg: Config, place: Environment, device: torch.device):
     """Join the group of all ranks. ValueError if there is no address, or no rank answers there."""
     backend = "gloo"
     if device.type == "cuda":

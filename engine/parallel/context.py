@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.errors import require
+from engine.config import Config
 from engine.parallel.tensor import gathered
 from flags import refuse
 from model import Attention, Neighbours
 from ops import Mask, boundaries
 
 
-def check(cfg):
+def check(cfg: Config):
     """ValueError if sequences cannot be cut for cp ranks."""
     if cfg.objective != "causal":
         refuse(cfg, "cp objective", "only causal texts can be cut; set cp=1")

@@ -17,13 +17,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from engine.config import Config
 from engine.parallel.tensor import collectives, keep_slice
 from flags import refuse
 from model import ExpertLinear, Experts
 from ops import by_expert, has_values
 
 
-def check(cfg, ranks: int):
+def check(cfg: Config, ranks: int):
     """ValueError if `ranks` data-parallel ranks of a copy cannot divide the experts."""
     if cfg.n_expert % cfg.ep:
         refuse(cfg, "ep n_expert", "ep does not divide n_expert; set ep to a divisor")

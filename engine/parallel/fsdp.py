@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.nn as nn
 
+from engine.config import Config
 from engine.parallel.ranks import Ranks
 from model import Block, Experts, Gain, LoadBalance, Model, ShapedAttention, stream_dtype
 
@@ -22,7 +23,7 @@ def kept_whole(part: nn.Module) -> list[nn.Parameter]:
     return whole
 
 
-def shard(model: Model, cfg, ranks: Ranks):
+def shard(model: Model, cfg: Config, ranks: Ranks):
     """Apply FSDP2 to each block, to the ends of the model if they are not tied, and to the rest. Each is gathered at
     once. A stage of a pipeline may lack ends.
 

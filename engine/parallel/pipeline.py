@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from engine.parallel.owners import local
+from engine.config import Config
+from engine.parallel.layout import local
 from engine.parallel.ranks import Ranks, layers_of_stage
 from model import Model, Shared, stream_dtype
 
@@ -108,7 +109,7 @@ class Pipeline:
     """This rank's stage of a pipeline, with the schedule of its micro-batches. The model is what keep_stage leaves; it
     may be sharded by fully_shard."""
 
-    def __init__(self, model: Model, cfg, ranks: Ranks):
+    def __init__(self, model: Model, cfg: Config, ranks: Ranks):
         self.model = model
         self.group = ranks.mesh["pp"].get_group()
         self.device = ranks.device

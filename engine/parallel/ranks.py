@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine.config import Config
 from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, tensor
 from engine.parallel.connection import connect, environment
@@ -54,7 +55,7 @@ class Ranks:
         return x
 
 
-def check_flags(cfg):
+def check_flags(cfg: Config):
     """ValueError if flags do not fit this machine or the number of ranks that torchrun has started."""
     place = environment()
     device = resolve_device(cfg.device, place.local_rank)
@@ -64,7 +65,7 @@ def check_flags(cfg):
     check_scaler(cfg, place.size, resolve_dtype(cfg.dtype, device))
 
 
-def check_scaler(cfg, size: int, dtype: torch.dtype):
+def check_scaler(cfg: Config, size: int, dtype: torch.dtype):
     """ValueError if this dtype needs a gradient scaler, with which the layout does not work."""
     scaled = dtype == torch.float16 and not cfg.eval_only
     cut = cfg.parallel == "fsdp" or cfg.tp * cfg.pp * cfg.ep > 1
@@ -73,7 +74,7 @@ def check_scaler(cfg, size: int, dtype: torch.dtype):
         raise ValueError(f"{fact}; use bfloat16, or float32 on GPUs that do not have it")
 
 
-def check_layout(cfg, size: int):
+def check_layout(cfg: Config, size: int):
     """ValueError if flags of parallelism do not fit together, or do not fit `size` ranks."""
     unit = cfg.tp * cfg.cp * cfg.pp
     if size % unit:
@@ -95,7 +96,7 @@ def check_layout(cfg, size: int):
         refuse(cfg, "pp n_layer", "each stage needs a block; set pp lower")
 
 
-def check_micro_batches(cfg, data: int):
+def check_micro_batches(cfg: Config, data: int):
     """ValueError unless the micro-batches of each step can be divided among so many data-parallel ranks, and each rank
     has one for each stage. The remedy keeps the number of sequences, if a smaller batch_size can."""
     ranks = f"the {data} data-parallel ranks"
@@ -122,12 +123,12 @@ def layers_of_stage(n_layer: int, stage: int, n_stages: int) -> range:
     return range(first, end)
 
 
-def data_ranks(cfg, size: int) -> int:
+def data_ranks(cfg: Config, size: int) -> int:
     """How many of `size` ranks read different samples."""
     return size // (cfg.tp * cfg.cp * cfg.pp)
 
 
-def join(cfg) -> Ranks:
+def join(cfg: Config) -> Ranks:
     """Choose device, dtype and compilation, and join the other ranks if torchrun has started this process. The value
     `auto` takes the best choice that the machine offers. The flags of a training must have passed `check_flags`."""
     place = environment()
@@ -160,11 +161,11 @@ def join(cfg) -> Ranks:
     return replace(ranks, data_rank=data_rank, data_size=data, mesh=mesh, cp=cp, stage=stage, experts=experts)
 
 
-def check_same_flags(cfg):
+def check_same_flags(cfg: Config):
     """ValueError on every rank if ranks have different flags, of which init_from may come from the files that they see.
     They may name different GPUs."""
     flags = asdict(cfg) | {"device": cfg.device.partition(":")[0]}
-    first = of_first_rank(lambda: flags)
+    first = broadcast_from_first(lambda: flags)
 
     def compare():
         for name, value in first.items():
@@ -172,10 +173,10 @@ def check_same_flags(cfg):
                 said = f"{name}={value!r:.200} on rank 0 and {flags.get(name)!r:.200} on rank {dist.get_rank()}"
                 raise ValueError(f"{said}; start all ranks with the same flags, on nodes that see the same files")
 
-    together(compare)
+    on_every_rank(compare)
 
 
-def make_mesh(cfg, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
+def make_mesh(cfg: Config, device: torch.device, grid: Tensor, names: str) -> DeviceMesh:
     """The mesh of a grid of ranks, with the names of its dimensions. Collectives along each have the timeout of cfg."""
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(names.split()))
     for group in mesh.get_all_groups():
@@ -187,7 +188,7 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def of_all_ranks(value: Any) -> list:
+def gather_to_all(value: Any) -> list:
     """The values of all ranks, for every rank. They have to be short, as there may be a thousand."""
     values = [value]
     if dist.is_initialized():
@@ -196,7 +197,7 @@ def of_all_ranks(value: Any) -> list:
     return values
 
 
-def together(action: Callable):
+def on_every_rank(action: Callable):
     """action() on every rank. If it raises OSError or ValueError on one rank, all ranks raise the same error, so that
     no rank waits for ever for another."""
     result = own = None
@@ -204,19 +205,19 @@ def together(action: Callable):
         result = action()
     except (OSError, ValueError) as error:
         own = error
-    for error in of_all_ranks(own):
+    for error in gather_to_all(own):
         if error is not None:
             raise error
     return result
 
 
-def of_first_rank(action: Callable):
+def broadcast_from_first(action: Callable):
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    return from_first_rank(lambda: [action()] * size)
+    return scatter_from_first(lambda: [action()] * size)
 
 
-def to_first_rank(value: Any) -> list:
+def gather_to_first(value: Any) -> list:
     """The values of all ranks on the first rank, an empty list on the others."""
     values = [value]
     if dist.is_initialized():
@@ -225,9 +226,9 @@ def to_first_rank(value: Any) -> list:
     return values
 
 
-def from_first_rank(action: Callable[[], list]) -> Any:
+def scatter_from_first(action: Callable[[], list]) -> Any:
     """This rank's item of the first rank's list action(). All ranks raise its OSError or ValueError."""
-    values = together(lambda: action() if is_first_rank() else [None])
+    values = on_every_rank(lambda: action() if is_first_rank() else [None])
     mine = values[:1]
     if dist.is_initialized():
         dist.scatter_object_list(mine, values)
@@ -237,7 +238,7 @@ def from_first_rank(action: Callable[[], list]) -> Any:
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype of a training run, the same on all ranks, which all call this function: that of `resolve_dtype`, but
     auto on a CPU is bfloat16 if the first rank's CPU has instructions for it."""
-    if flag == "auto" and device.type == "cpu" and of_first_rank(fast_bfloat16):
+    if flag == "auto" and device.type == "cpu" and broadcast_from_first(fast_bfloat16):
         return torch.bfloat16
     return resolve_dtype(flag, device)
 

@@ -17,13 +17,14 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.objective import objective_class
-from engine import compilation
+from engine.config import Config
+from engine.parallel import compilation
 from engine.parallel.context import apply_context_parallel, local_pieces
 from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
 from engine.parallel.initial import check_initial
-from engine.parallel.owners import Part, Weight, local, place
-from engine.parallel.ranks import Ranks, of_first_rank, to_first_rank
+from engine.parallel.layout import Layout, Slice, local, place
+from engine.parallel.ranks import Ranks, broadcast_from_first, gather_to_first
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Block, LoadBalance, Model, Stack
@@ -49,25 +50,25 @@ def all_reduce_gradients(params: Iterable[nn.Parameter], mesh: DeviceMesh, mean:
 class ShardedModel:
     """This rank's shard of the model. Parameters keep their names, and have no values yet."""
 
-    def __init__(self, cfg, ranks: Ranks):
+    def __init__(self, cfg: Config, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
         self.fsdp = cfg.parallel == "fsdp" and ranks.size > 1
-        self.divides = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1  # whether ranks have different parameters
-        self.even = objective_class(cfg).even
+        self.ranks_differ = self.fsdp or cfg.tp * cfg.pp * cfg.ep > 1  # whether ranks have different parameters
+        self.equal_targets = objective_class(cfg).equal_targets
         with torch.device("meta"):
             self.model = Model(cfg)  # `cut` leaves in it the modules and parameters that this rank has
         check_initial(self.model)
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.has_loss = True  # False in all stages of a pipeline but the last
-        self.cut_by_ep: Sequence[str] = ()  # names of parameters, in the order of the model
-        self.counted_elsewhere: Collection[str] = ()  # names of parameters that another stage counts
+        self.expert_names: Sequence[str] = ()  # names of parameters, in the order of the model
+        self.counted_by_other_stage: Collection[str] = ()  # names of parameters that another stage counts
         self.cut(cfg)
         self.wrap(cfg)
         self.allocate(cfg)
         self.note_copies(cfg, shapes)
 
-    def cut(self, cfg):
+    def cut(self, cfg: Config):
         """Leave in the model what this rank has of it: a stage, slices of layers, pieces of sequences, some experts."""
         mesh = self.ranks.mesh
         if cfg.pp > 1:
@@ -75,16 +76,16 @@ class ShardedModel:
 
             stage = mesh.get_local_rank("pp")
             self.has_loss = stage == cfg.pp - 1
-            self.counted_elsewhere = pipeline.keep_stage(self.model, stage, cfg.pp)
+            self.counted_by_other_stage = pipeline.keep_stage(self.model, stage, cfg.pp)
         if cfg.tp > 1:
             apply_tensor_parallel(self.model, mesh["tp"].get_group())
         if cfg.cp > 1:
             apply_context_parallel(self.model, self.ranks.cp)
         if cfg.ep > 1:
             group = self.ranks.experts["ep"].get_group()
-            self.cut_by_ep = apply_expert_parallel(self.model, group, self.ranks.compile)
+            self.expert_names = apply_expert_parallel(self.model, group, self.ranks.compile)
 
-    def wrap(self, cfg):
+    def wrap(self, cfg: Config):
         """Change how blocks compute: recomputed in the backward, compiled, gathered by FSDP."""
         model, ranks = self.model, self.ranks
         blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -102,7 +103,7 @@ class ShardedModel:
         if self.fsdp:
             shard(model, cfg, ranks)
 
-    def allocate(self, cfg):
+    def allocate(self, cfg: Config):
         """Allocate the parameters, and make what calls the model: a pipeline's schedule, or DDP."""
         model, ranks = self.model, self.ranks
         model.to_empty(device=ranks.device)
@@ -113,52 +114,52 @@ class ShardedModel:
 
             self.pipeline = Pipeline(model, cfg, ranks)
         elif not (self.fsdp or cfg.eval_only) and ranks.mesh and ranks.mesh["shard"].size() > 1:
-            model._ddp_params_and_buffers_to_ignore = [*self.cut_by_ep]  # which ranks divide
+            model._ddp_params_and_buffers_to_ignore = [*self.expert_names]  # which ranks divide
             self.forward_model = nn.parallel.DistributedDataParallel(
                 model, process_group=ranks.mesh["shard"].get_group(), gradient_as_bucket_view=True
             )
 
-    def note_copies(self, cfg, shapes: dict[str, tuple[int, ...]]):
+    def note_copies(self, cfg: Config, shapes: dict[str, tuple[int, ...]]):
         """Note how ranks share each parameter, which has this shape in the full model, and which gradients are reduced
         by `reduce_gradients`."""
         replicate, shard, tp = self.ranks.mesh.mesh.shape[1:] if self.ranks.mesh else (1, 1, 1)
         named = dict(self.model.named_parameters())
         self.loads = load_biases(self.model)
-        self.divided = [named[name] for name in self.cut_by_ep]
-        self.undivided = [p for name, p in named.items() if name not in self.cut_by_ep]
-        self.whole = kept_whole(self.model) if self.fsdp else []
-        whole = {*self.whole}
-        self.weights = {}  # each parameter's Weight
+        self.expert_parameters = [named[name] for name in self.expert_names]
+        self.other_parameters = [p for name, p in named.items() if name not in self.expert_names]
+        self.unsharded = kept_whole(self.model) if self.fsdp else []
+        unsharded = {*self.unsharded}
+        self.layouts = {}  # each parameter's Layout
         self.norm_weight = {}  # in the norm over all ranks, so that copies count once
         self.tp_replicated = []
         for name, p in named.items():
-            fsdp_dim = 0 if self.fsdp and p not in whole else None
+            fsdp_dim = 0 if self.fsdp and p not in unsharded else None
             tp_dim = sharded_dim(self.model, name) if cfg.tp > 1 else None
             if tp_dim is None:
                 self.tp_replicated.append(p)
-            ep = cfg.ep if name in self.cut_by_ep else 1  # adjacent ranks, which have different experts
+            ep = cfg.ep if name in self.expert_names else 1  # adjacent ranks, which have different experts
             cuts = (replicate, None), (shard // ep, fsdp_dim), (ep, 0), (tp, tp_dim)
-            self.weights[name] = Weight(shapes[name], cuts)
+            self.layouts[name] = Layout(shapes[name], cuts)
             copies = math.prod(n for n, dim in cuts if dim is None)
-            self.norm_weight[p] = (name not in self.counted_elsewhere) / math.sqrt(copies)
+            self.norm_weight[p] = (name not in self.counted_by_other_stage) / math.sqrt(copies)
 
     # ---- weights
 
-    def part(self, name: str, x: Tensor) -> Part:
+    def slice_of(self, name: str, x: Tensor) -> Slice:
         """x, the parameter `name` or a part of its optimizer's state, as a part of the full model's; same storage."""
         mine = local(x.detach())
         if x.dim() == 0:
-            return Part(mine, (), ())
-        weight = self.weights[name]
+            return Slice(mine, (), ())
+        weight = self.layouts[name]
         slices, _ = place(weight, self.ranks.rank)
-        return Part(mine, tuple(each.start for each in slices), weight.shape)
+        return Slice(mine, tuple(each.start for each in slices), weight.shape)
 
     @torch.no_grad()
     def init_weights(self, seed: int):
         """Draw this rank's part of the initial weights of Model(cfg, seed), which do not depend on the layout: a
         vocabulary's padding is rows behind the others."""
         for name, p in self.model.named_parameters():
-            mine, offsets, shape = self.part(name, p)
+            mine, offsets, shape = self.slice_of(name, p)
             device = torch.device("cpu") if mine.device.type == "mps" else mine.device  # MPS has no float64
             mine.copy_(self.model.initial_weight(name, seed, shape, offsets, mine.shape, device))
 
@@ -166,7 +167,7 @@ class ShardedModel:
     def fill(self, weights: Mapping[str, Tensor]):
         """Copy into each parameter its part of the full tensor of that name, with 0 for a vocabulary's padding."""
         for name, p in self.model.named_parameters():
-            slices, _ = place(self.weights[name], self.ranks.rank)
+            slices, _ = place(self.layouts[name], self.ranks.rank)
             rows = weights[name][slices]
             local(p).zero_()[: len(rows)].copy_(rows)
 
@@ -182,7 +183,7 @@ class ShardedModel:
         """Set p.grad to the gradient of a step's loss, the mean over the targets of all micro-batches of all ranks.
         Returns this rank's share: the loss is its mean over the ranks of the last stage. Earlier stages return 0."""
         parts = (self.batch(next(batches)) for _ in range(micro_steps))
-        if not self.even:
+        if not self.equal_targets:
             parts = [*parts]
             # Each micro-batch's sum of losses is divided by the mean number of targets of all micro-batches.
             total = self.ranks.sum(sum((batch["targets"] >= 0).sum() for batch in parts))
@@ -214,15 +215,15 @@ class ShardedModel:
     def reduce_gradients(self):
         """Average or sum the gradients that neither DDP nor FSDP reduces."""
         mesh = self.ranks.mesh
-        if grads := [local(p.grad) for p in self.divided if p.grad is not None]:
+        if grads := [local(p.grad) for p in self.expert_parameters if p.grad is not None]:
             torch._foreach_mul_(grads, 1 / self.cfg.ep)
         if self.fsdp:
-            all_reduce_gradients(self.whole, mesh["replicate"])
-            all_reduce_gradients(self.whole, mesh["shard"])
-        elif self.divided:
-            all_reduce_gradients(self.divided, self.ranks.experts["shard"])
+            all_reduce_gradients(self.unsharded, mesh["replicate"])
+            all_reduce_gradients(self.unsharded, mesh["shard"])
+        elif self.expert_parameters:
+            all_reduce_gradients(self.expert_parameters, self.ranks.experts["shard"])
         if self.cfg.pp > 1 and not self.fsdp:  # DDP cannot wrap a pipeline's schedule
-            all_reduce_gradients(self.undivided, mesh["shard"])
+            all_reduce_gradients(self.other_parameters, mesh["shard"])
         if self.cfg.tp > 1:
             all_reduce_gradients(self.tp_replicated, mesh["tp"], mean=False)
 
@@ -232,7 +233,7 @@ class ShardedModel:
         params = [p for p in self.model.parameters() if p.grad is not None and p not in self.loads]
         grads = [local(p.grad) for p in params]
         norms = torch._foreach_norm(grads)
-        if self.divides:
+        if self.ranks_differ:
             weighted = torch._foreach_mul(norms, [self.norm_weight[p] for p in params])
             norm = self.ranks.sum(torch.stack(weighted).square().sum()).sqrt()
         else:
@@ -259,12 +260,12 @@ class ShardedModel:
         rank calls it, and sends the first one the sums of its parts' bits."""
         sums = {}
         for name, p in self.model.named_parameters():
-            x, offsets, _ = self.part(name, p)
-            other_end = name in self.counted_elsewhere  # whose ranks may add gradients in another order
+            x, offsets, _ = self.slice_of(name, p)
+            other_end = name in self.counted_by_other_stage  # whose ranks may add gradients in another order
             sums[name, other_end, offsets, x.shape] = x.view(torch.int32).sum(dtype=torch.int64)
         mine = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))  # one wait for the device
         copies = defaultdict(lambda: defaultdict(list))  # part -> sum -> ranks
-        for rank, found in enumerate(to_first_rank(mine)):
+        for rank, found in enumerate(gather_to_first(mine)):
             for part, total in found.items():
                 copies[part][total].append(rank)
         text = ""
@@ -275,7 +276,7 @@ class ShardedModel:
                 remedy = "go on from the last checkpoint with --init_from=resume"
                 text = f"{fact}; {remedy}, and if they differ again, replace the machines of these ranks"
                 break
-        return of_first_rank(lambda: text)
+        return broadcast_from_first(lambda: text)
 
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""

@@ -30,15 +30,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.objective import objective_of
+from engine.config import Config
 from flags import refuse
 from model import ExpertLinear, Linear, Neighbours, heads_of, hidden_units, stream_dtype
 from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
 
 collectives = torch.ops._c10d_functional
 
-WHOLE = ("second", "router", "before", "after", "total", "last", "whole")
+REPLICATED = ("after_row", "router", "before", "after", "total", "last", "replicated")
 # role -> dimension of the weight that is cut, or None; 0 also cuts the bias
-SHARDED_DIM = {"vocab": 0, "into": 0, "memory": 0, "out": 1} | dict.fromkeys(WHOLE)
+SHARDED_DIM = {"vocab": 0, "column": 0, "memory_column": 0, "row": 1} | dict.fromkeys(REPLICATED)
 
 
 def sharded_dim(model: nn.Module, name: str) -> int | None:
@@ -60,7 +61,7 @@ def sharded_dim(model: nn.Module, name: str) -> int | None:
     return dim + isinstance(module, ExpertLinear)  # whose first dimension is the expert
 
 
-def check(cfg):
+def check(cfg: Config):
     """ValueError if the model cannot be cut for tp ranks."""
     n = cfg.tp
     if cfg.objective == "seq2seq":
@@ -79,8 +80,8 @@ def check(cfg):
                 refuse(cfg, "tp", f"does not divide the number of key/value heads, {kv_heads}; set a divisor")
         elif reader.phi == "softmax":
             refuse(cfg, "block tp", "the softmax of p needs all its units; set tp=1")
-        elif hidden_units(cfg, reader) % (cfg.hidden_unit * n):
-            units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_unit}"
+        elif hidden_units(cfg, reader) % (cfg.hidden_multiple * n):
+            units = f"{hidden_units(cfg, reader)} hidden units in groups of {cfg.hidden_multiple}"
             refuse(cfg, "tp", f"does not divide the MLP's {units}; set another tp, n_embd or mlp_ratio")
 
 
@@ -125,11 +126,11 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup):
             module.register_forward_hook(gather)
         elif role == "after":
             module.register_forward_pre_hook(reduce)
-        elif isinstance(module, nn.Identity) and role == "into":
+        elif isinstance(module, nn.Identity) and role == "column":
             module.register_forward_pre_hook(lambda module, args: args[0].chunk(n, -1)[rank])
-        elif isinstance(module, nn.Identity) and role == "out":
+        elif isinstance(module, nn.Identity) and role == "row":
             module.register_forward_hook(lambda module, args, x: pad_to_width(rank, n, x))
-        elif isinstance(module, Linear) and role in ("out", "second") and module.bias is not None:
+        elif isinstance(module, Linear) and role in ("row", "after_row") and module.bias is not None:
             module.forward = partial(row_parallel, module, n)
     cut_ends(model, group)
 
@@ -161,7 +162,7 @@ def check_width(model: nn.Module, n: int, layer: Linear, args: tuple):
     if width != layer.weight.size(-1):
         reads = f"{name_of(model, layer)}, of role={layer.role}, reads {layer.weight.size(-1)} channels"
         fact = f"tp={n}: {reads} and gets {width}"
-        raise ValueError(f"{fact}; a reader begins with role into and ends with out (docs/hacking.md), or set tp=1")
+        raise ValueError(f"{fact}; a reader begins with role column and ends with row (docs/hacking.md), or set tp=1")
 
 
 def check_uncut(model: nn.Module, n: int, module: Neighbours, args: tuple):

@@ -6,11 +6,12 @@ from fractions import Fraction
 
 import torch
 
-from model import Convolution, ExpertLinear, Heads, Linear, Model
+from engine.config import Config
+from model import Convolution, ExpertLinear, Linear, Model, MultiHeadAttention
 from ops import Mask, attention_kernel, takes_flash
 
 
-def skeleton(cfg) -> Model:
+def skeleton(cfg: Config) -> Model:
     """The model without memory: its modules, and the shapes of its parameters."""
     with torch.device("meta"):
         return Model(cfg)
@@ -19,7 +20,9 @@ def skeleton(cfg) -> Model:
 class Work:
     """What a run computes on sequences of these lengths, (T, S). peak_flops is that of all ranks together, or None."""
 
-    def __init__(self, cfg, lengths: tuple[int, int], device: str, dtype: torch.dtype, peak_flops: float | None):
+    def __init__(
+        self, cfg: Config, lengths: tuple[int, int], device: str, dtype: torch.dtype, peak_flops: float | None
+    ):
         model = skeleton(cfg)
         self.peak_flops = peak_flops
         self.n_params = model.n_params()
@@ -34,7 +37,7 @@ def flops(model: Model, T: int, source: int = 0) -> int:
     total = sum(6 * m.weight.numel() * T for m in model.modules() if isinstance(m, Convolution))
     for name, m in model.named_modules():
         if isinstance(m, Linear):
-            tokens = source if name.startswith("encoder.") or m.role == "memory" else T
+            tokens = source if name.startswith("encoder.") or m.role == "memory_column" else T
             total += 6 * int(m.weight.numel() * read_share(m, model.cfg)) * tokens
     for m, queries, keys, slots in pools(model, T, source):
         if m.window:
@@ -42,11 +45,11 @@ def flops(model: Model, T: int, source: int = 0) -> int:
         products = 2 * keys  # with keys and with values
         if slots:
             products += m.slot_k.size(1) + slots
-        total += 6 * queries * m.n_head * m.head_dim * products
+        total += 6 * queries * m.n_head * m.head_size * products
     return total
 
 
-def read_share(m: Linear, cfg) -> Fraction:
+def read_share(m: Linear, cfg: Config) -> Fraction:
     """The share of the weight that a token reads."""
     if isinstance(m, ExpertLinear):
         return Fraction(cfg.n_expert_active, cfg.n_expert)
@@ -60,10 +63,10 @@ def n_read(model: Model) -> int:
     return model.n_params() - int(unread)
 
 
-def pools(model: Model, T: int, source: int) -> Iterator[tuple[Heads, int, int, int]]:
+def pools(model: Model, T: int, source: int) -> Iterator[tuple[MultiHeadAttention, int, int, int]]:
     """The readers with heads, each with its numbers of queries, of tokens that have keys for it, and of slots."""
     for name, m in model.named_modules():
-        if isinstance(m, Heads):
+        if isinstance(m, MultiHeadAttention):
             queries = source if name.startswith("encoder.") else T
             keys = {"context": queries, "memory": source, "parameters": 0}[m.reader.source]
             yield m, queries, keys, m.slot_v.size(1) if m.reader.slotted else 0
@@ -76,7 +79,7 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
     for m, queries, keys, slots in pools(model, T, source):
         if cp > 1:
             queries //= 2 * cp
-        key = torch.empty(m.n_kv_head, 1, m.head_dim, device=model.wte.weight.device)
+        key = torch.empty(m.n_kv_head, 1, m.head_size, device=model.wte.weight.device)
         flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1), m.dropout)
         mapped = m.softcap > 0 or m.phi is not None
         options = (mapped, m.dropout, device, flash)

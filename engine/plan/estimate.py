@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 import ops
 from data.objective import objective_of
+from engine.config import Config
 from engine.optim import OPTIMIZER, Balance, Muon, hidden_matrices, state_bytes
 from engine.parallel import context, expert, ranks, tensor
 from engine.parallel.fsdp import kept_whole
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import load_biases
 from engine.plan.accounting import skeleton
-from model import MLP, Block, ExpertLinear, Heads, Inputs
+from model import MLP, Block, ExpertLinear, Inputs, MultiHeadAttention
 
 GPU = torch.device("cuda")
 CUTS = {"tp": tensor.apply_tensor_parallel, "cp": context.apply_context_parallel, "ep": expert.apply_expert_parallel}
@@ -79,7 +80,7 @@ class Rank:
     """The rank that has most to do in a run on `size` devices of this kind. It needs no other rank. measure() completes
     its traffic and memory, in bytes by kind, and makes torch import sympy and dynamo, which takes two seconds."""
 
-    def __init__(self, cfg, size: int, device: torch.device = GPU):
+    def __init__(self, cfg: Config, size: int, device: torch.device = GPU):
         self.cfg = cfg = copy.copy(cfg)
         self.device = device
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
@@ -217,7 +218,7 @@ class Rank:
                 if n > 1:
                     cut(self.model, dist.new_group([*range(n)], group_desc=name))
             for m in self.model.modules():
-                if isinstance(m, Heads):
+                if isinstance(m, MultiHeadAttention):
                     m.dropout = 0.0  # of which a GPU's kernels keep no mask
                 if isinstance(m, Block):
                     if cfg.activation_checkpoint != "none":
@@ -244,7 +245,8 @@ class Rank:
 
     def trace(self, block: Block, forward: Callable, x: Tensor, inputs: Inputs) -> Tensor:
         """Add the trace of a block, in place of its forward. The first of each kind is run."""
-        readers = tuple((m.reader, getattr(m, "window", 0)) for m in block.modules() if isinstance(m, Heads | MLP))
+        modules = [m for m in block.modules() if isinstance(m, MultiHeadAttention | MLP)]
+        readers = tuple((m.reader, getattr(m, "window", 0)) for m in modules)
         kind = x.shape, readers, *(p.shape for p in block.parameters())
         if kind not in self.known:
             if self.cfg.doc_mask:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from data.errors import require
+from engine.config import Config
 from engine.parallel.connection import environment
 from engine.plan.estimate import Rank
 from flags import refuse
@@ -22,7 +23,7 @@ from model import heads_of
 SIZES = ["n_embd", "n_layer", "n_encoder_layer", "mlp_ratio", "n_slot"]  # which determine the weights too
 
 
-def check_training(cfg, device: torch.device, size: int):
+def check_training(cfg: Config, device: torch.device, size: int):
     """ValueError if a rank of this run on `size` ranks can never have the memory for what stays between its steps."""
     rank = Rank(cfg, size, device)
     states = rank.parameters if cfg.eval_only else rank.states
@@ -47,13 +48,13 @@ def check_weights(path, flags, size: int, device: torch.device):
     require(not lack, f"out_dir={path}: {lack}; use a machine with more memory, or a smaller model")
 
 
-def check_sampling(cfg, flags, device: torch.device):
+def check_sampling(cfg: Config, flags, device: torch.device):
     """ValueError if the samples of sample.py's cfg from a model with these flags can never fit."""
     if lack := shortage(cfg.num_samples * bytes_of_sample(cfg, flags), device):
         refuse(cfg, "num_samples", f"{lack}; make it smaller, or use a machine with more memory")
 
 
-def bytes_of_sample(cfg, flags) -> int:
+def bytes_of_sample(cfg: Config, flags) -> int:
     """The logits of a sample, and its keys and values."""
     of_logits = 4 * flags.vocab_size
     if flags.objective == "masked":

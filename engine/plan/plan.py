@@ -5,6 +5,7 @@ GB are 1e9 bytes, GiB are 2**30 bytes. The numbers below are assumptions, none o
 
 from typing import NamedTuple
 
+from engine.config import Config
 from engine.device import gpu_peak
 from engine.parallel.ranks import check_layout, check_scaler
 from engine.plan.accounting import Work
@@ -34,7 +35,7 @@ RECOMPUTE = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # time of a block, 
 class Plan(Rank):
     """A rank, and the seconds that it takes for its traffic in a step, by kind, and for a step, by cause."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg: Config):
         check_layout(cfg, cfg.world_size)
         super().__init__(cfg, cfg.world_size)
         check_scaler(cfg, cfg.world_size, self.dtype)

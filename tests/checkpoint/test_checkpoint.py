@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 
 import train
 from data.lock import locked
-from engine.checkpoint import contents
+from engine.checkpoint import file_format
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.run import NEW
 from engine.checkpoint.saver import Checkpoints
-from engine.parallel.owners import Part
+from engine.parallel.layout import Slice
+from engine.resume import NEW
 from tests.data.preparing import error
 from tests.helpers import changes_until_killed, edit_state, refused, tensors_in
 
@@ -51,7 +51,7 @@ def load(path, tensors):
 
 
 def index_of(path):
-    return contents.read_index(path, checkpoint.read_state(path))
+    return file_format.read_index(path, checkpoint.read_state(path))
 
 
 @pytest.fixture
@@ -267,14 +267,14 @@ def test_what_cannot_be_deleted_yet_ends_no_run(tmp_path, monkeypatch):
 def test_what_the_first_rank_does_not_find_is_no_checkpoint(tmp_path, monkeypatch):
     """As where another rank has written its file into a folder of its own: what was saved before stays."""
     first = put(tmp_path, 1)
-    write = contents.write
+    write = file_format.write
 
     def elsewhere(file, parts):
         entries = write(file, parts)
         file.unlink()
         return entries
 
-    monkeypatch.setattr(contents, "write", elsewhere)
+    monkeypatch.setattr(file_format, "write", elsewhere)
     assert "earlier checkpoints are untouched" in error(put, tmp_path, 2, kind=OSError, keep_last=1)
     assert names(tmp_path) == ["latest", first.name]
     assert value_of(first) == 1
@@ -307,7 +307,7 @@ def part(whole, layout, rank):
             start = min(int(at) * rows, size)
             tensor = tensor.narrow(dim, start, min(rows, size - start))
             offsets[dim] += start
-    return Part(tensor.clone(), tuple(offsets), tuple(whole.shape))
+    return Slice(tensor.clone(), tuple(offsets), tuple(whole.shape))
 
 
 def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
@@ -466,7 +466,7 @@ def test_a_state_that_cannot_be_is_refused(tmp_path):
     for key, value in ADDED.items():
         file.write_text(without(key))
         assert checkpoint.read_state(path)[key] == value
-    assert contents.STATE.keys() | {"format"} == FIRST | ADDED.keys()  # a newer key has a default, or FORMAT is 5
+    assert file_format.STATE.keys() | {"format"} == FIRST | ADDED.keys()  # a newer key has a default, or FORMAT is 5
     for text in (*map(without, FIRST), "[]", "{}", '{"format": 4', '{"format": "3", "step": 1}', "[" * 100_000):
         file.write_text(text)
         assert f"{path} is damaged: state.json" in error(checkpoint.read_state, path)

@@ -11,10 +11,10 @@ import numpy as np
 from data.dataset import TokenStream
 from data.loader import Loader, order
 from data.objective import Causal
+from engine import weights as any_weights
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import weights as any_weights
-from engine.checkpoint.run import NEW, place_in_data
 from engine.config import Config
+from engine.resume import NEW, place_in_data
 from tests.checkpoint.test_checkpoint import ADDED
 from tests.data.preparing import write_set
 from tests.helpers import edit_state, metrics, state_of
@@ -46,13 +46,13 @@ def test_each_source_goes_on_where_the_weights_change():
             source = int(np.searchsorted(np.cumsum(sizes), window, "right"))
             found[source].append(window - sum(sizes[:source]))
         samples += n
-        read = made.read(samples).tolist()
+        read = made.samples_by_source(samples).tolist()
     assert [len(windows) for windows in found] == read
     assert sum(read) == samples
     for windows, size in zip(found, sizes, strict=True):
         assert windows == order(np.arange(len(windows)), size, 0).tolist()
     whole = loader(sizes, (1, 1, 8))
-    two = loader(sizes, (1, 1, 8), since=0, start=25, read=[*whole.read(25)])
+    two = loader(sizes, (1, 1, 8), since=0, start=25, read=[*whole.samples_by_source(25)])
     assert (whole.windows(np.arange(25, 95)) == two.windows(np.arange(25, 95))).all()
 
 
@@ -120,7 +120,7 @@ class Hacked(Config):
 def test_a_flag_of_the_data_that_is_new(monkeypatch):
     """evaluate.py takes its value from the run, and another value begins the best loss anew."""
     monkeypatch.setattr(any_weights, "Config", Hacked)
-    found = any_weights.Weights("run", {"swapped": 0.5, "vocab_size": 9, "learning_rate": 0.5}, None, None)
+    found = any_weights.StoredModel("run", {"swapped": 0.5, "vocab_size": 9, "learning_rate": 0.5}, None, None)
     cfg = found.config()
     assert (cfg.swapped, cfg.learning_rate) == (0.5, Config.learning_rate)
     state = NEW | {"data": {}, "flags": asdict(cfg), "best_val_loss": 2.0}

@@ -20,9 +20,9 @@ from configurator import parse
 from data import lock
 from data.files import new_file, write_file
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.run import locked
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
+from engine.resume import locked
 from tests.checkpoint.test_checkpoint import load, save
 from tests.helpers import TINY, losses, refused
 

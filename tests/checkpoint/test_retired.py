@@ -16,7 +16,7 @@ SHORT = ["--warmup_iters=1", "--lr_decay_iters=4", "--n_kv_head=1", "--pos=rope"
 BEFORE = {  # flags of today -> what commit ca72a4b stores in their place; it has a --layer in each checkpoint
     ("--block=standard", "--n_expert=3", "--n_dense_layer=1"): {"block": "standard", "layer": "c+p"},
     ("--block=superblock",): {"block": "superblock", "layer": "c+p"},
-    ("--block=simplified_parallel", "--norm_placement=none"): {
+    ("--block=simplified_parallel", "--norm_placement=none", "--sas_beta_ff=0.3", "--sas_value_proj=all"): {
         "block": "simplified_parallel",
         "layer": "c+p",
         "norm": "none",
@@ -28,8 +28,11 @@ BEFORE = {  # flags of today -> what commit ca72a4b stores in their place; it ha
 
 
 def in_old_words(folder, changes: dict):
-    stored = {**state_of(folder)["flags"], "attention": "gqa", "n_kv_head": 1}
-    edit_state(folder, flags=stored | changes)
+    """Rewrite the flags of a run's last checkpoint."""
+    stored = state_of(folder)["flags"]
+    for name in ("sas_beta_ff", "sas_value_proj"):
+        stored[name.replace("sas", "simplified")] = stored.pop(name)
+    edit_state(folder, flags=stored | {"attention": "gqa", "n_kv_head": 1} | changes)
 
 
 @pytest.mark.parametrize("flags", BEFORE, ids=" ".join)

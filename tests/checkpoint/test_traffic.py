@@ -17,11 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configurator import parse
 from engine import optim
-from engine.checkpoint import contents
+from engine.checkpoint import file_format
 from engine.checkpoint import files as checkpoint
 from engine.config import Config
 from engine.parallel import ranks as parallel
-from engine.parallel.owners import Part, Weight, place
+from engine.parallel.layout import Layout, Slice, place
 from engine.parallel.sharded import ShardedModel
 from tests.checkpoint.test_checkpoint import STATE
 from tests.helpers import ROOT, TINY
@@ -113,20 +113,20 @@ class Threads:
         return max(self.received[1:] + self.sent[1:])
 
 
-def weights_on(size: int, flags: list[str]) -> dict[str, Weight]:
+def weights_on(size: int, flags: list[str]) -> dict[str, Layout]:
     """How `size` ranks share each tensor of a checkpoint, beside random states."""
     init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=0, world_size=size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda *args, **options: init())
-        patch.setattr(parallel, "of_first_rank", lambda action: action())
+        patch.setattr(parallel, "broadcast_from_first", lambda action: action())
         patch.setenv("WORLD_SIZE", str(size))
         cfg = parse(Config, [*flags, "--device=cpu", "--dtype=float32"])
         sharded = ShardedModel(cfg, parallel.join(cfg))
         states = optim.build(sharded.model, cfg, sharded).state_tensors(sharded.model)
         dist.destroy_process_group()
-    found = {f"model.{name}": weight for name, weight in sharded.weights.items()}
+    found = {f"model.{name}": weight for name, weight in sharded.layouts.items()}
     for name, t in states.items():
-        found[f"optim.{name}"] = sharded.weights[name.rpartition(".")[0]] if t.dim() else Weight((), ())
+        found[f"optim.{name}"] = sharded.layouts[name.rpartition(".")[0]] if t.dim() else Layout((), ())
     return found
 
 
@@ -136,26 +136,26 @@ def nothing(*sizes: int) -> torch.Tensor:
     return torch.empty(sizes, device="meta")
 
 
-def parts_of(weights: dict[str, Weight], rank: int) -> dict[str, Part]:
+def parts_of(weights: dict[str, Layout], rank: int) -> dict[str, Slice]:
     """What a rank has in a checkpoint, without memory."""
     parts = {}
     for name, weight in weights.items():
         slices, _ = place(weight, rank)
         tensor = nothing(*(each.stop - each.start for each in slices))
-        parts[name] = Part(tensor, tuple(each.start for each in slices), weight.shape)
+        parts[name] = Slice(tensor, tuple(each.start for each in slices), weight.shape)
     for device, size in (("cpu", 5056), ("cuda", 16)):
-        parts[f"rng.{rank}.{device}"] = Part(nothing(size), (0,), (size,))
+        parts[f"rng.{rank}.{device}"] = Slice(nothing(size), (0,), (size,))
     return parts
 
 
-def write_nothing(file, parts: dict[str, Part]) -> dict[str, dict]:
+def write_nothing(file, parts: dict[str, Slice]) -> dict[str, dict]:
     """contents.write, which makes a file that has the size alone."""
     entries = {}
     end = 0
     for name, (x, offsets, shape) in parts.items():
         digest = hashlib.sha256(f"{file.name} {name}".encode()).hexdigest()
-        piece = contents.Piece(file.name, end, [*offsets], [*x.shape], digest)
-        entries[name] = {"dtype": contents.NAMES[x.dtype], "shape": [*shape], "pieces": [piece._asdict()]}
+        piece = file_format.Piece(file.name, end, [*offsets], [*x.shape], digest)
+        entries[name] = {"dtype": file_format.NAMES[x.dtype], "shape": [*shape], "pieces": [piece._asdict()]}
         end += x.nbytes
     with open(file, "wb") as f:
         f.truncate(end)
@@ -176,14 +176,14 @@ class Work:
         places = {name: part.offsets for name, part in self.parts[rank].items() if name.startswith("model.")}
         numbers = {name: torch.zeros(1, 1) for name in places}
         model = SimpleNamespace(named_parameters=numbers.items)
-        part_of = lambda name, x: Part(x, places[name], ())  # noqa: E731
-        pretended = SimpleNamespace(model=model, counted_elsewhere=(), part=part_of)
+        part_of = lambda name, x: Slice(x, places[name], ())  # noqa: E731
+        pretended = SimpleNamespace(model=model, counted_by_other_stage=(), slice_of=part_of)
         assert ShardedModel.unequal_copies(pretended) == ""
 
     def save(self, rank: int):
         checkpoint.save(self.folder, 1, self.parts[rank], STATE)
 
-    def resume(self, rank: int) -> dict[str, contents.Saved]:
+    def resume(self, rank: int) -> dict[str, file_format.Saved]:
         path = checkpoint.find(self.folder)
         return checkpoint.read_index(path, checkpoint.read_state(path), self.parts[rank])
 
@@ -204,7 +204,7 @@ class Work:
             return time.thread_time() - begin
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(contents, "write", write_nothing)
+            patch.setattr(file_format, "write", write_nothing)
             ranks = Threads(self.size, patch)
             took, *_ = ranks.run(seconds)
         return ranks.received[0] + ranks.sent[0], ranks.largest(), took

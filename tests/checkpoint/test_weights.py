@@ -11,9 +11,8 @@ import sample
 import train
 from configurator import read_flags, resolve
 from data.tokenizer import CharTokenizer
-from engine import retired
+from engine import retired, weights
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import weights
 from engine.config import Config
 from engine.interchange.__main__ import ExportConfig, export
 from engine.parallel.ranks import Ranks

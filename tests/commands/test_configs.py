@@ -123,7 +123,7 @@ def test_record_reads_back_equal(tmp_path, name):
     ("pycode_superblock", "pycode_standard", {"block"}),
     ("pycode_superblock_joint", "pycode_standard", {"block", "mlp", "muon_lr", "learning_rate"}),
     ("pycode_superblock_moe", "pycode_superblock", {"block", "n_expert", "balance_rate", "muon_lr"}),
-    ("pycode_sas", "pycode_standard", {"block", "simplified_beta_ff", "qk_norm", "muon_lr"}),
+    ("pycode_sas", "pycode_standard", {"block", "sas_beta_ff", "qk_norm", "muon_lr"}),
     ("pycode_sas_p", "pycode_sas", {"block"}),
 ])  # fmt: skip
 def test_compares_like_with_like(name, like, changed):

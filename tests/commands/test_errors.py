@@ -52,7 +52,7 @@ TRAIN_FLAGS = [  # flags, and what the line must name; those of a model alone ar
     ("--init_from=gpt3", ["init_from", "gpt3"]),
     ("--init_from=resume", ["no directory", "/new", "out_dir"]),
     ("--init_from=nanogpt:/no/ckpt.pt", ["/no/ckpt.pt"]),
-    ("--simplified_beta_ff=1.7e308 --block=simplified", ["simplified_beta_ff=1.7e+308", "must be <2147483648"]),
+    ("--sas_beta_ff=1.7e308 --block=simplified", ["sas_beta_ff=1.7e+308", "must be <2147483648"]),
     ("--gradient_accumulation_steps=2**31-1", ["gradient_accumulation_steps=2147483647", "must be <1048576"]),
     ("--plan=True --device=auto --world_size=4 --pp=3", ["there are 4; ", "plan for --world_size=6, or set them to 1"]),
     ("--plan=True --device=auto --world_size=2 --parallel=fsdp --dtype=float16", ["dtype=float16 ", " parallel=fsdp"]),

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import evaluate
 import sample
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from engine import retired
-from engine.checkpoint import weights
+from engine import retired, weights
 from engine.evaluation import Loss
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model
@@ -54,7 +53,7 @@ def figures(capsys):
 
 
 def model_of(where: Path) -> Model:
-    return weights.alone(str(where), torch.device("cpu"), torch.float32)[1].double()
+    return weights.load_model(str(where), torch.device("cpu"), torch.float32)[1].double()
 
 
 @torch.no_grad()
@@ -171,7 +170,7 @@ def test_nanogpts_file(tmp_path, tiny_data, figures, capsys, monkeypatch):
     refused(evaluate.main, ["--device=cpu", where], capsys, ["set --dataset=NAME or --file=TEXT"])
 
     (tmp_path / "mine").symlink_to(tiny_data)
-    monkeypatch.setattr("engine.checkpoint.weights.DATA", tmp_path)
+    monkeypatch.setattr("engine.weights.DATA", tmp_path)
     nats, targets = total_nats(model, torch.tensor(list(text.read_bytes())))
     assert figures(where, f"--file={text}")["loss"] == pytest.approx(nats / len(targets), rel=1e-6)
     sample.main([where, "--device=cpu", "--max_new_tokens=3", "--start=the"])

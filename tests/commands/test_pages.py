@@ -32,10 +32,10 @@ from sample import SampleConfig
 from tests.helpers import ROOT
 from tests.test_imports import FILES
 from tools import bench
-from tools.child import words_of
 from tools.compare.trainings import CompareConfig
 from tools.curves import PlotConfig
 from tools.lens import LensConfig
+from tools.training_process import words_of
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 import sample
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.checkpoint import weights
+from engine import weights
 from engine.decode import generate
-from engine.text import read_prompt
+from engine.prompts import read_prompt
 from model import Model, ModelConfig
 from sample import SampleConfig, choose
 from tests.helpers import TINY, refused
@@ -104,7 +104,7 @@ def say(runs, capfd):
 
 
 def load(out: Path):
-    return weights.alone(str(out), torch.device("cpu"), torch.float32)
+    return weights.load_model(str(out), torch.device("cpu"), torch.float32)
 
 
 def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
@@ -118,7 +118,7 @@ def with_large_weights(monkeypatch, out: Path, seed: int = 7) -> Model:
     rows.copy_(4 * F.normalize(rows))  # otherwise the longest are the likeliest everywhere
     rows[[*range(32), *range(127, 257)]] = 0
     model.double()
-    monkeypatch.setattr(weights, "alone", lambda *_: (path, model, tokenizer))
+    monkeypatch.setattr(weights, "load_model", lambda *_: (path, model, tokenizer))
     return model
 
 
@@ -188,7 +188,7 @@ def test_a_step_of_few_products_takes_one_thread(monkeypatch, chosen):
 @pytest.mark.parametrize("tokenizer, first", [(ByteTokenizer(), 256), (CharTokenizer("\tab\n"), 1)])
 def test_an_empty_prompt_is_end_of_text_or_a_newline(say, runs, monkeypatch, tokenizer, first):
     path, model, _ = load(runs / "causal")
-    monkeypatch.setattr(weights, "alone", lambda *_: (path, model, tokenizer))
+    monkeypatch.setattr(weights, "load_model", lambda *_: (path, model, tokenizer))
     read = []
     monkeypatch.setattr(sample, "generate", lambda _, idx, *__, **___: read.append(idx.tolist()) or iter([idx[0]]))
     say()
@@ -380,7 +380,7 @@ def test_what_is_refused(runs, capfd, files, monkeypatch, name, flags, fragments
 def test_weights_that_are_not_finite(runs, monkeypatch, capfd, name, start):
     found = load(runs / name)
     found[1].norm.weight.data.fill_(torch.nan)
-    monkeypatch.setattr(weights, "alone", lambda *_: found)
+    monkeypatch.setattr(weights, "load_model", lambda *_: found)
     for temperature in (0, 1):
         flags = [f"--out_dir={name}", f"--start={start}", f"--temperature={temperature}", "--device=cpu"]
         refused(sample.main, flags, capfd, ["logits are not finite"])

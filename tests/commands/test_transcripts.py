@@ -13,7 +13,7 @@ import torch
 import evaluate
 import sample
 import train
-from engine.checkpoint import weights
+from engine import weights
 from engine.checkpoint.saver import Checkpoints
 from engine.evaluation import Evaluation
 from tests.data.preparing import tokens_of
@@ -161,7 +161,7 @@ def test_an_evaluation(trained, tiny_data, capsys):
 
 def greedy(trained: Path, prompt: str, n: int) -> str:
     """The prompt and the n likeliest bytes after it, one forward for each."""
-    model = weights.alone(str(trained), CPU, torch.float32)[1]
+    model = weights.load_model(str(trained), CPU, torch.float32)[1]
     ids = list(prompt.encode())
     with torch.no_grad():
         for _ in range(n):

@@ -24,7 +24,7 @@ from data.corpus import prepare
 from data.dataset import open_data
 from data.tokenizer import ByteTokenizer, CharTokenizer, build, train_bpe
 from data.writer import PREPARING, ShardWriter
-from engine.text import prompt_ids, read_prompt, read_text
+from engine.prompts import prompt_ids, read_prompt, read_text
 from tests.data import preparing
 from tests.data.preparing import args, error, files_of, splits_of, texts, tokens_of, validates, write_set
 from tests.helpers import ROOT, changes_until_killed

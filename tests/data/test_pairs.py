@@ -24,8 +24,8 @@ from data.pairs import documents, encode
 from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
+from engine import weights
 from engine.answers import greedy
-from engine.checkpoint import weights
 from engine.config import Config
 from model import Model, ModelConfig
 from tests import oracle
@@ -339,7 +339,7 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     assert [(line["source"], line["target"]) for line in lines] == texts
     assert {*texts} <= {*WORDS.items()}
     assert figures["exact_match"] == np.mean([line["answer"] == line["target"] for line in lines]) > 0.5
-    path, model, tokenizer = weights.alone(str(translators / name), torch.device("cpu"), torch.float32)
+    path, model, tokenizer = weights.load_model(str(translators / name), torch.device("cpu"), torch.float32)
     for line in lines:
         source = line["source"].encode()
         out = []

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from data.tokenizer import ByteTokenizer, HFTokenizer, from_spec, train_bpe
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.weights import alone
 from engine.decode import generate
 from engine.interchange import __main__ as commands
 from engine.interchange.families import FAMILIES, choose
 from engine.interchange.huggingface import Pretrained, read_hf, shapes_of, write_hf, write_json
 from engine.interchange.tokenizer import export_tokenizer
+from engine.weights import load_model
 from model import Model, ModelConfig
 from tests.data.preparing import tokens_of
 from tests.helpers import IN_FLOAT64, distance, losses, metrics, refused, weights_in
@@ -413,7 +413,7 @@ def test_export_of_a_run(trained, tmp_path, capsys):
     assert "the weights of" in capsys.readouterr().out
     assert not list(tmp_path.glob(".tmp-*"))
     export(trained, tmp_path / "exact")
-    _, model, _ = alone(str(trained), torch.device("cpu"), torch.float32)
+    _, model, _ = load_model(str(trained), torch.device("cpu"), torch.float32)
     reference = loaded(tmp_path / "exact")
     idx = torch.randint(257, (2, 16))
     with torch.no_grad():
@@ -508,7 +508,7 @@ def test_a_refused_export_leaves_nothing(trained, tmp_path, monkeypatch, capsys)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.checkpoint.contents.write", full)
+        patch.setattr("engine.checkpoint.file_format.write", full)
         refused(commands.main, ["export", trained, tmp_path / "out"], capsys, [f"{tmp_path}/out: No space left"])
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers  # whose classes are loaded when they are asked for
 
-from engine.interchange.config import NEUTRAL, UNREAD
+from engine.interchange.hf_config import NEUTRAL, UNREAD
 from engine.interchange.huggingface import read_hf
 from tests.interchange.test_families import ARCHITECTURES, build, ours, tokens
 

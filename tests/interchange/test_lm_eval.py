@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import weights
+from engine import weights
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.interop
@@ -42,7 +42,7 @@ def type_in(line: str, cache: Path) -> None:
 
 
 def log_likelihoods(run: Path) -> list[list[float]]:
-    _, model, tokenizer = weights.alone(str(run), torch.device("cpu"), torch.float32)
+    _, model, tokenizer = weights.load_model(str(run), torch.device("cpu"), torch.float32)
     model = model.double()
     out = []
     for question, choices in QUESTIONS:

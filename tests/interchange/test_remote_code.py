@@ -19,7 +19,7 @@ KINDS = {
     "slots": dict(block="c.own_slots", pos="alibi", n_slot=3, qk_norm=True),
     "parts": dict(block="c/2+p/2,c.gelu/2+p;c,s", pos="rope", n_slot=3),
     "joint pool": dict(block="c.joint_slots", pos="rope", n_slot=3),
-    "simplified": dict(block="simplified", pos="rope", simplified_value_proj="all"),
+    "simplified": dict(block="simplified", pos="rope", sas_value_proj="all"),
     "simplified_parallel": dict(block="simplified_parallel", pos="alibi", norm_placement="none", attention="mqa"),
     "gemma": dict(pos="rope", pos_pattern="LLG", rope_scaling="llama3:8", norm="rmsnorm", norm_placement="after")
     | dict(norm_eps=1e-6, mlp="geglu_tanh", head_dim=16, qkv_bias=True, qk_norm=True, embed_scale=3.0),

@@ -165,7 +165,7 @@ def reach(model: Model) -> int:
     """How far apart two tokens can be of which one sees the other."""
     total = 0
     for each in [each for block in model.blocks for each in block.sums]:
-        readers = [m for m in each.children() if isinstance(m, M.Heads) and m.reader.source == "context"]
+        readers = [m for m in each.children() if isinstance(m, M.MultiHeadAttention) and m.reader.source == "context"]
         total += max((reader.window - 1 if reader.window else T for reader in readers), default=0)
     return total + sum(m.reach for m in model.blocks.modules() if isinstance(m, M.Neighbours))
 

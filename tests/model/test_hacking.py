@@ -56,7 +56,7 @@ def test_a_patch_makes_a_variant_that_works(index, flag, tmp_path, monkeypatch):
     new = load(tmp_path / "model.py")
     known = [*choices(get_type_hints(new.ModelConfig)[flag]), *new.ModelConfig.NAMES.get(flag, [])]
     assert FLAGS[flag] in known  # so it is in the grid
-    for name in ("Heads", "Neighbours"):
+    for name in ("MultiHeadAttention", "Neighbours"):
         monkeypatch.setattr(decode, name, getattr(new, name))
     net = new.Model(new.ModelConfig(**SIZES, **{flag: FLAGS[flag]}), seed=1).double()
     idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))

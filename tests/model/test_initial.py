@@ -14,7 +14,7 @@ SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 16, "block_size": 8, "vocab_size":
 KEPT = {  # what a module does in its __init__ -> the parameter that it gets, and the number that fills it
     "m.own = nn.Parameter(torch.empty(4)); m.initial = {'own': 0.5}": ("own", 0.5),
     "m.own = nn.Parameter(torch.rand(4, 4)); m.initial = {'own': M.Normal(0.0)}": ("own", 0.0),
-    "m.gate = M.Linear(m.cfg, 16, 4, 'into'); m.gate.initial = {'weight': 0.0}": ("gate.weight", 0.0),
+    "m.gate = M.Linear(m.cfg, 16, 4, 'column'); m.gate.initial = {'weight': 0.0}": ("gate.weight", 0.0),
     "m.ln = M.RMSNorm(16)": ("ln.weight", 1.0),
     "m.ln = nn.LayerNorm(16); m.ln.initial = {'weight': 0.5, 'bias': 0.0}": ("ln.weight", 0.5),
     "m.conv = nn.Conv1d(16, 16, 3); m.conv.initial = {'weight': M.Normal(0.02), 'bias': 0.5}": ("conv.bias", 0.5),
@@ -25,7 +25,7 @@ REFUSED = {  # -> the parameter that the error names, and other words of it
     "m.own = nn.Parameter(torch.full((4,), 0.5))": ("own", "Mine", 'initial = {"own": '),
     "m.conv = nn.Conv1d(16, 16, 3)": ("conv.weight", "Conv1d", 'initial = {"weight": '),
     "nn.init.normal_(m.out.weight, std=0.01)": ("out.weight", "Linear", WRITTEN),
-    "m.gate = M.Linear(m.cfg, 16, 4, 'into'); nn.init.zeros_(m.gate.weight[:2])": ("gate.weight", "Linear", WRITTEN),
+    "m.gate = M.Linear(m.cfg, 16, 4, 'column'); nn.init.zeros_(m.gate.weight[:2])": ("gate.weight", "Linear", WRITTEN),
     "m.ln = M.LayerNorm(16); nn.init.zeros_(m.ln.weight)": ("ln.weight", "LayerNorm", WRITTEN),
     "m.own = nn.Parameter(torch.zeros(4)); m.initial = {'own': 0.0}; m.own += 1": ("own", "Mine", WRITTEN),
     "m.own = nn.Parameter(torch.tensor(0.5)); m.initial = {'own': 0.5}": ("own", "no dimensions", "(1,)"),

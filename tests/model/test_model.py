@@ -314,7 +314,7 @@ def test_init_std_scales_all_that_is_drawn(flags):
 @pytest.mark.parametrize("block, skips", [("simplified", 2), ("simplified_parallel", 0)])
 def test_initial_values_of_simplified_blocks(block, skips, values, resid):
     """W_Q and the near identities' W are 0, no linear layer shrinks with depth, and the gains are the flags'."""
-    flags = dict(block=block, simplified_value_proj=values, simplified_beta_ff=0.3, attention="gqa", n_kv_head=2)
+    flags = dict(block=block, sas_value_proj=values, sas_beta_ff=0.3, attention="gqa", n_kv_head=2)
     model = Model(ModelConfig(n_layer=2, n_head=4, n_embd=256, block_size=64, vocab_size=512, **flags), 1)
     of_mlp = {"simplified": "sums.1.gain", "simplified_parallel": "sums.0.gains.1"}[block]
     gains = {"value": 0.0, "out": 0.0, "value.resid": resid, "out.resid": resid, of_mlp: 0.3}

@@ -43,7 +43,7 @@ PAIRS = [  # flags that were wrong together, or may be
         "n_encoder_layer": 2,
     },
     SAS,
-    SAS | {"block": "simplified_parallel", "simplified_value_proj": "all"},
+    SAS | {"block": "simplified_parallel", "sas_value_proj": "all"},
     {"conv": 3, "doc_mask": True, "block": "c+p", "norm_placement": "post", "norm": "rmsnorm_eps_outside"},
 ]
 SIZES = [

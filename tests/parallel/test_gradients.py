@@ -29,8 +29,8 @@ ROWS = [  # in which each flag of the network has an effect
     "--bias=True --norm_placement=sandwich --pos=sinusoidal --tie_weights=False --embed_scale=3 --init_std=0.05",
     "--block=parallel --norm=rmsnorm --pos=rope --attention=gqa --n_kv_head=2 --value_embedding=True",
     "--n_embd=48 --mlp=swiglu --qk_norm=True --window=5 --window_pattern=SL --norm_eps=0.001 --head_dim=6 --conv=4",
-    "--block=simplified --pos=alibi --simplified_value_proj=all --attn_softcap=3 --mlp_ratio=3",
-    "--block=simplified_parallel --simplified_beta_ff=0.3 --norm_placement=none --last_norm=rmsnorm",
+    "--block=simplified --pos=alibi --sas_value_proj=all --attn_softcap=3 --mlp_ratio=3",
+    "--block=simplified_parallel --sas_beta_ff=0.3 --norm_placement=none --last_norm=rmsnorm",
     "--block=c/2+p/2,c.stream.relu+s.gelu/2,p.matrix --n_slot=4 --conv=3 --pos=rope",
     "--block=c.own_slots --pos=rope --pos_pattern=LNG --rope_theta=99 --rope_theta_local=7",
     "--pos=rope --rope_scaling=llama3:8:1:4:8 --norm_placement=after --norm=rmsnorm_eps_outside --qkv_bias=True",
@@ -116,7 +116,7 @@ def difference(flags: list[str], layout: str) -> str:
         sharded.fill({name: p.detach() for name, p in expected.items()})
         n = 2 // ranks.data_size
         mine = given[ranks.data_rank * n :][:n]
-        sharded.even = False  # the numbers of targets
+        sharded.equal_targets = False  # the numbers of targets
         found = sharded.mean(sharded.backward(iter(mine), n, torch.amp.GradScaler("cpu", enabled=False)))
     except ValueError as error:
         return f"refused: {error}"
@@ -124,7 +124,7 @@ def difference(flags: list[str], layout: str) -> str:
     if not abs(found - loss.item()) < 1e-9:
         wrong.append(f"loss {found} instead of {loss.item()}")
     for name, p in sharded.model.named_parameters():
-        part = sharded.part(name, p.grad)
+        part = sharded.slice_of(name, p.grad)
         mine = part_of(expected[name].grad, part)
         if p in sharded.loads:  # of which the sign counts
             part.tensor.sign_()
@@ -206,7 +206,7 @@ def with_norm(patch):
 
     def made(self, cfg, seed=None):
         init(self, cfg, None)
-        self.of_embedding = M.with_role(M.RMSNorm(cfg.n_embd, 1e-5), "whole")
+        self.of_embedding = M.with_role(M.RMSNorm(cfg.n_embd, 1e-5), "replicated")
         if not self.wte.weight.is_meta:
             self.init_weights(0)
 
@@ -249,7 +249,7 @@ def into_twice(patch):
     def made(self, cfg, *given):
         init(self, cfg, *given)
         units = self.down.in_features
-        self.up = torch.nn.Sequential(self.up, M.Linear(cfg, units, units, "into", bias=False))
+        self.up = torch.nn.Sequential(self.up, M.Linear(cfg, units, units, "column", bias=False))
 
     patch.setattr(M.MLP, "__init__", made)
 
@@ -259,7 +259,7 @@ EXPECTED = {  # where a hack does not compute what one process does: what is sai
     ("pp", "keys_of_pairs"): "refused: pp=2 hands on only the stream, and a layer hands k, pair 0",
     ("pp", "with_norm"): "refused: pp=2 divides the blocks, and every stage would train a copy of of_embedding.weight;",
     ("cp", "shifted_targets"): "loss ",
-    ("tp", "into_twice"): "refused: tp=2: blocks.0.sums.1.mlp.up.1, of role=into, reads 64 channels and gets 32;",
+    ("tp", "into_twice"): "refused: tp=2: blocks.0.sums.1.mlp.up.1, of role=column, reads 64 channels and gets 32;",
 }
 
 

@@ -48,7 +48,7 @@ STANDARD = ["--pos=rope"]
 SIMPLIFIED = ["--block=simplified", "--pos=alibi"]
 GATED = "--mlp=swiglu --norm=rmsnorm --pos=rope --n_embd=48 --n_head=4 --attention=gqa --n_kv_head=2".split()
 GATED += ["--value_embedding=True"]
-GAINS = "--block=simplified --simplified_value_proj=all --mlp=swiglu --n_embd=48 --n_head=4 --bias=True".split()
+GAINS = "--block=simplified --sas_value_proj=all --mlp=swiglu --n_embd=48 --n_head=4 --bias=True".split()
 GAINS += "--conv=4 --conv_lr=0.02".split()
 LAYERS = "--block=parallel --pos=rope --pos_pattern=LNG --n_layer=3".split()
 LAYERS += "--qkv_bias=True --norm_bias=True --embed_scale=3.0".split()
@@ -348,7 +348,7 @@ def test_every_rank_draws_its_part_of_the_same_weights(flags, layout, pretended)
     replica = ShardedModel(cfg, join(cfg))
     replica.init_weights(cfg.seed)
     for name, p in replica.model.named_parameters():
-        part = replica.part(name, p)
+        part = replica.slice_of(name, p)
         whole = weights.get(name, weights["wte.weight"]).detach()
         padded = torch.full(part.shape, torch.nan)  # of the vocabulary
         padded[: len(whole)] = whole

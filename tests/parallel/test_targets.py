@@ -67,7 +67,8 @@ def steps(n: int, *flags: str) -> list[list[float]]:
     ranks = parallel.join(cfg)
     sharded = ShardedModel(cfg, ranks)
     sharded.init_weights(cfg.seed)
-    sharded.even = sharded.even and cfg.objective != "causal"  # the targets here are not those of the objective
+    if cfg.objective == "causal":  # the targets here are not those of the objective
+        sharded.equal_targets = False
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     share = n // ranks.data_size
     found = []

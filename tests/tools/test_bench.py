@@ -20,7 +20,7 @@ from engine.plan import accounting
 from model import Model
 from tests import ranks
 from tests.helpers import ROOT, gone, refused, until
-from tools import bench, child, speed
+from tools import bench, speed, training_process
 
 TRAIN = """
 import pathlib, sys, time
@@ -46,7 +46,7 @@ def checkout(folder: Path, train: str = TRAIN) -> Path:
 
 
 def test_wrong_options(monkeypatch, capfd):
-    monkeypatch.setattr(child, "Child", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(training_process, "Child", lambda *_: pytest.fail("something was started"))
     monkeypatch.setattr(speed, "ms_per_step", lambda *_: pytest.fail("something was measured"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for argv, fragments in (
@@ -91,7 +91,7 @@ def test_the_order_and_the_arguments_of_runs(tmp_path, monkeypatch, capfd):
 
 def test_relative_paths_begin_in_the_user_s_folder(tmp_path):
     there = checkout(tmp_path / "there")
-    child.measure(there, ["config/c.py"], cwd=tmp_path)
+    training_process.measure(there, ["config/c.py"], cwd=tmp_path)
     assert (tmp_path / "seen").exists()
     assert not (there / "seen").exists()
 
@@ -113,8 +113,8 @@ def test_the_first_steps_of_a_run_are_not_timed(clock, monkeypatch):
             yield f"iter {10 * n}: loss 1\n"
 
     run = SimpleNamespace(lines=lines(), failure=lambda: "", start=lambda: None)
-    monkeypatch.setattr(child, "Child", lambda *_: nullcontext(run))
-    assert child.measure(ROOT, []) == pytest.approx(3)
+    monkeypatch.setattr(training_process, "Child", lambda *_: nullcontext(run))
+    assert training_process.measure(ROOT, []) == pytest.approx(3)
 
 
 def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
@@ -127,21 +127,21 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
 
 def test_what_a_killed_timing_has_left_goes_with_the_next_one(tmp_path, monkeypatch):
     """The folder of one that still runs, whose lock is held, stays."""
-    monkeypatch.setattr(child, "TEMPORARY", tmp_path / "of-bench-")
+    monkeypatch.setattr(training_process, "TEMPORARY", tmp_path / "of-bench-")
     for name in ("of-bench-01234567", "of-bench-abcdefgh"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
     with locked(tmp_path / "of-bench-abcdefgh", "dir"):
-        child.measure(checkout(tmp_path / "there"), [])
+        training_process.measure(checkout(tmp_path / "there"), [])
     assert {path.name for path in tmp_path.iterdir()} == {"of-bench-abcdefgh", "there"}
 
 
 def test_nothing_starts_before_the_block(tmp_path):
     """A signal may come between the process and the block at whose end it is killed with all that it has started."""
-    early = child.Child(["touch", "early"], tmp_path)
+    early = training_process.Child(["touch", "early"], tmp_path)
     early.process.communicate("")  # as if this process had ended
     assert not (tmp_path / "early").exists()
-    with child.Child(["touch", "started"], tmp_path) as run:
+    with training_process.Child(["touch", "started"], tmp_path) as run:
         run.start()
         assert run.failure() == ""
         assert (tmp_path / "started").exists()

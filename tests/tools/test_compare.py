@@ -379,7 +379,7 @@ def test_the_code_is_all_that_train_py_can_import():
     while new:
         ours |= new
         new = {each for name in new for each in imports(name) & MODULE.keys()} - ours
-    assert {"model", "ops", "data.loader", "engine.parallel.sharded", "engine.checkpoint.contents"} <= ours
+    assert {"model", "ops", "data.loader", "engine.parallel.sharded", "engine.checkpoint.file_format"} <= ours
     assert {MODULE[name] for name in ours} | {*ROOT.glob("engine/**/*.py")} <= set(compare.CODE)
 
 

@@ -15,7 +15,7 @@ BLOCKS = [
     {"block": "c,p"},
     {"block": "c.own_slots", "n_slot": 5},
     {"block": "c.joint_slots", "n_slot": 5},
-    {"block": "simplified_parallel", "simplified_value_proj": "all"},
+    {"block": "simplified_parallel", "sas_value_proj": "all"},
 ]
 BLOCKS = [{"block": block} for block in M.BLOCK if block != "simplified_parallel"] + BLOCKS
 ATTENTION = [{}, {"attention": "gqa", "n_kv_head": 2}, {"attention": "mqa"}]
@@ -75,7 +75,7 @@ def read(net: M.Model, layer: int, head: int, position: int, reader: str = ""):
     return contextual_mlp(net, text(net), layer, head, position, source, reader)
 
 
-def bias_of(pool: M.Heads | M.MLP) -> torch.Tensor | float:
+def bias_of(pool: M.MultiHeadAttention | M.MLP) -> torch.Tensor | float:
     """What a reader gives whatever it reads."""
     last = pool.down if pool.reader.units else pool.out
     bias = getattr(last, "bias", None)

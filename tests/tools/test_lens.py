@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.checkpoint import weights
+from engine import weights
 from tests.data.test_pairs import prepared
 from tests.helpers import refused
 from tests.models import build
@@ -135,7 +135,7 @@ def row(width: int, unit: lens.Unit) -> str:
 @pytest.fixture
 def read(trained):
     """The six units of the largest shares that READ shows, and what all eleven promote together."""
-    _, model, tokenizer = weights.alone(str(trained), torch.device("cpu"), torch.float32)
+    _, model, tokenizer = weights.load_model(str(trained), torch.device("cpu"), torch.float32)
     idx = torch.tensor(list(b"the cat sat"))
     units, n, together = read_units(model, tokenizer, idx, layer=1, head=0, position=10, most=6)
     assert n == 11
@@ -193,7 +193,7 @@ class OfTwoTokens(M.MLP):
 
     class linear(M.Linear):
         def forward(self, x):
-            before = x.roll(1, dims=-2) if self.role == "into" else 0
+            before = x.roll(1, dims=-2) if self.role == "column" else 0
             return super().forward(x + before)
 
 
@@ -209,8 +209,8 @@ def test_an_mlp_that_somebody_has_changed(kind, trained, monkeypatch, capsys):
 
 def test_a_gated_kind_of_three():
     """Its incoming weights are those of the first."""
-    kind = M.Kind(lambda a, b, c: F.relu(a) * b + c, arity=3)
-    with mock.patch.dict(M.MLP_KIND, gelu=kind):
+    kind = M.Activation(lambda a, b, c: F.relu(a) * b + c, arity=3)
+    with mock.patch.dict(M.ACTIVATION, gelu=kind):
         net = build(n_layer=1, n_head=2, n_embd=64)  # pieces of 64 units
     mlp = net.blocks[0].sums[1].mlp
     incoming, outgoing, hidden = lens.contextual_mlp(net, text(net), 0, 0, 3, reader="mlp")

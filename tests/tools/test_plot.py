@@ -126,10 +126,10 @@ def test_seeds_are_one_line_with_a_band(make, picture):
 
 def test_the_legend_has_the_flags_that_differ(make, picture):
     same = dict(n_layer=2, seed=1)
-    runs = [make("a", block="standard", **same), make("b", block="simplified", simplified_beta_ff=0.1, **same)]
+    runs = [make("a", block="standard", **same), make("b", block="simplified", sas_beta_ff=0.1, **same)]
     assert legend(picture(*runs, "--y=grad_norm")) == ["block=standard, grad_norm", "block=simplified, grad_norm"]
-    runs.append(make("c", block="simplified", simplified_beta_ff=0.2, **same))
-    names = ["block=standard", *(f"block=simplified, simplified_beta_ff={beta}" for beta in (0.1, 0.2))]
+    runs.append(make("c", block="simplified", sas_beta_ff=0.2, **same))
+    names = ["block=standard", *(f"block=simplified, sas_beta_ff={beta}" for beta in (0.1, 0.2))]
     assert legend(picture(*runs)) == [f"{name}, training loss" for name in names]
     runs = [make("d"), make("e")]  # without flags
     assert [text.replace(" ", "") for text in legend(picture(*runs))] == [f"{run},trainingloss" for run in runs]

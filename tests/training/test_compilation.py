@@ -17,10 +17,10 @@ import torch
 import ops
 import train
 from configurator import parse
-from engine import compilation
-from engine.compilation import choose_folder, kind_of_kernels, settle, try_compiler
 from engine.config import Config
+from engine.parallel import compilation
 from engine.parallel import ranks as parallel
+from engine.parallel.compilation import choose_folder, kind_of_kernels, settle, try_compiler
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from model import Block, Model, ModelConfig, Stack

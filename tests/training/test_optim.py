@@ -140,7 +140,7 @@ def test_loads_are_no_gradients():
     """The norm of the gradient leaves out the biases of experts, and clipping leaves them as they are."""
     sharded = object.__new__(ShardedModel)
     sharded.model = tiny(n_layer=2, n_expert=4)
-    sharded.divides = False
+    sharded.ranks_differ = False
     sharded.loads = biases = load_biases(sharded.model)
     for p in sharded.model.parameters():
         p.grad = torch.full_like(p, 2.0)

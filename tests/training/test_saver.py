@@ -10,9 +10,9 @@ import pytest
 
 import train
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.run import NEW
 from engine.checkpoint.saver import Checkpoints
 from engine.evaluation import Evaluation
+from engine.resume import NEW
 from tests.checkpoint.test_checkpoint import full_disk
 from tests.helpers import losses, metrics, refused, state_of, weights_in
 from tests.training.test_step import weigh

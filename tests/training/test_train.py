@@ -21,11 +21,11 @@ from configurator import parse
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import compilation, device, evaluation
+from engine import device, evaluation, weights
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import weights
 from engine.config import Config
 from engine.evaluation import Evaluation
+from engine.parallel import compilation
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
 from tests.helpers import ROOT, TINY, edit_state, figures, losses, metrics, refused, state_of, steps_of
@@ -74,7 +74,7 @@ def test_the_mfu_is_a_share_of_the_peak_of_all_ranks(tiny_data, tmp_path):
     flags = [*TINY, *SEQ2SEQ, "--log_interval=2", "--max_iters=3", "--eval_interval=0", "--eval_iters=1"]
     flags += [f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}"]
     launch(2, train_with_a_known_peak, tmp_path, flags)
-    net = weights.alone(str(tmp_path / "out"), ALONE.device, torch.float32)[1]
+    net = weights.load_model(str(tmp_path / "out"), ALONE.device, torch.float32)[1]
     flops_per_token = accounting.flops(net, 8, 14) / 16  # of a text of 8 tokens and a source of 14, from 16 tokens
     logged = [line for line in metrics(tmp_path / "out") if "loss" in line]
     assert [line["step"] for line in logged] == [0, 2]

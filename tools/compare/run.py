@@ -13,7 +13,7 @@ from data.objective import open_with_objective
 from engine.config import Config
 from engine.metrics import read_metrics
 from engine.plan import accounting
-from tools.child import WARMUP, words_of
+from tools.training_process import WARMUP, words_of
 
 RESERVED = ("out_dir", "seed", "init_from", "eval_iters", "eval_only", "plan")  # flags that tools.compare sets
 SCALED = ("warmup_iters", "cooldown_iters", "lr_decay_iters")  # flags that change with max_iters

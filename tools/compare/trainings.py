@@ -18,9 +18,9 @@ from data.errors import require, say
 from data.files import check_own, read_json, user_path, write_file
 from engine.device import device_name, resolve_device
 from flags import Flags
-from tools.child import ROOT, Child, measure
 from tools.compare.run import Run
 from tools.compare.table import HEADER, aligned, cells, sweep_notes
+from tools.training_process import ROOT, Child, measure
 
 CODE = [ROOT / name for name in ("model.py", "ops.py", "flags.py", "train.py", "configurator.py")]
 CODE += sorted([*(ROOT / "data").glob("*.py"), *(ROOT / "engine").rglob("*.py")])  # not the scripts of data sets

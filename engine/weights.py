@@ -7,7 +7,7 @@
     read("nanogpt:ckpt.pt", action)         # the file that nanoGPT's train.py wrote
     read("hf:DIR", action)                  # config.json and safetensors
 
-read calls action(found) with a Weights, and returns its result; `alone` is for a program of one process.
+read calls action(found) with a StoredModel, and returns its result; `load_model` is for a program of one process.
 """
 
 import re
@@ -28,7 +28,7 @@ from engine.checkpoint import files as checkpoint
 from engine.config import Config
 from engine.interchange.huggingface import read_hf
 from engine.interchange.nanogpt import from_nanogpt, read_nanogpt
-from engine.parallel.owners import Part
+from engine.parallel.layout import Slice
 from engine.parallel.ranks import Ranks
 from engine.parallel.sharded import ShardedModel
 from engine.plan import memory
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Weights:
+class StoredModel:
     """Trained weights that were found."""
 
     path: str | Path  # of the checkpoint, file or folder
@@ -74,7 +74,7 @@ class Weights:
         require(same, f"dataset={dataset} has another tokenizer than the model in {self.path}; {remedy}")
 
 
-def read(where: str, action: Callable[[Weights], T]) -> T:
+def read(where: str, action: Callable[[StoredModel], T]) -> T:
     """action(found), where `found` are the weights that `where` names. Every rank calls it. `action` may be called
     twice, see checkpoint.read. ValueError or OSError if the weights are absent or damaged."""
     kind, colon, place = where.partition(":")
@@ -85,10 +85,10 @@ def read(where: str, action: Callable[[Weights], T]) -> T:
     return checkpoint.read(run, lambda path, state: action(of_checkpoint(path, state, average)))
 
 
-def alone(where: str, device: torch.device, dtype: torch.dtype) -> tuple[str | Path, Model, Tokenizer]:
+def load_model(where: str, device: torch.device, dtype: torch.dtype) -> tuple[str | Path, Model, Tokenizer]:
     """The path of these weights, their model in evaluation mode, and its tokenizer, in a program of one process."""
 
-    def load(found: Weights) -> tuple:
+    def load(found: StoredModel) -> tuple:
         tokenizer = found.tokenizer()
         ranks = Ranks(0, 1, device, dtype, compile=False)
         return found.path, found.load(found.config(), ranks).model, tokenizer
@@ -96,7 +96,7 @@ def alone(where: str, device: torch.device, dtype: torch.dtype) -> tuple[str | P
     return read(where, load)
 
 
-def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
+def of_checkpoint(path: Path, state: dict, average: bool) -> StoredModel:
     def tokenizer() -> Tokenizer:
         remedy = "give its meta.json a tokenizer and resume for one step"
         require(state["tokenizer"] is not None, f"{path} was trained on data without a tokenizer; {remedy}")
@@ -110,10 +110,10 @@ def of_checkpoint(path: Path, state: dict, average: bool) -> Weights:
         require(kept or not average, f"{path} keeps no average of its weights; train with --ema_decay=0.999, say")
         checkpoint.load(path, parts, index | kept, sharded.model.cfg.vocab_size)
 
-    return Weights(path, state["flags"], tokenizer, fill)
+    return StoredModel(path, state["flags"], tokenizer, fill)
 
 
-def of_nanogpt(file: str) -> Weights:
+def of_nanogpt(file: str) -> StoredModel:
     model_args, tensors, config = read_nanogpt(file)
     weights = from_nanogpt(model_args, tensors)
 
@@ -130,18 +130,18 @@ def of_nanogpt(file: str) -> Weights:
         fact = f"{file} holds no tokenizer, and data/{name:.40} has none of {size} ids"
         raise ValueError(f"{fact}; prepare the data that it was trained on")
 
-    return Weights(file, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
+    return StoredModel(file, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
-def of_hf(folder: str) -> Weights:
+def of_hf(folder: str) -> StoredModel:
     weights = read_hf(folder)
     tokenizer = partial(HFTokenizer.from_folder, weights.place)
-    return Weights(weights.place, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
+    return StoredModel(weights.place, weights.flags, tokenizer, lambda sharded: sharded.fill(weights))
 
 
 FOREIGN = {"nanogpt": of_nanogpt, "hf": of_hf}
 
 
-def parameters(sharded: ShardedModel) -> dict[str, Part]:
+def parameters(sharded: ShardedModel) -> dict[str, Slice]:
     """This rank's parts of the parameters, by their names in a checkpoint. They share storage with the model."""
-    return {f"model.{name}": sharded.part(name, p) for name, p in sharded.model.named_parameters()}
+    return {f"model.{name}": sharded.slice_of(name, p) for name, p in sharded.model.named_parameters()}

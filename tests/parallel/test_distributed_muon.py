@@ -13,7 +13,8 @@ from data import errors
 from engine import optim
 from engine.config import Config
 from engine.parallel import ranks as parallel
-from engine.parallel.owners import Owners, Part, Weight
+from engine.parallel.distributed_muon import Owners
+from engine.parallel.layout import Layout, Slice
 from engine.parallel.sharded import ShardedModel, local
 from tests.helpers import TINY
 from tests.ranks import BACKWARD, act_in, exit_codes, launch, part_of, train_runs
@@ -44,7 +45,7 @@ def draw_gradients(sharded: ShardedModel, step: int):
     """Give this rank its parts of random gradients."""
     for name, p in sharded.model.named_parameters():
         p.grad = torch.empty_like(p.detach())
-        part = sharded.part(name, p.grad)
+        part = sharded.slice_of(name, p.grad)
         seed = 1000 * step + sum(name.encode())
         full = torch.randn(part.shape, generator=torch.Generator().manual_seed(seed))
         part.tensor.copy_(part_of(full, part))
@@ -59,9 +60,9 @@ def updated(cfg: Config, sharded: ShardedModel) -> tuple[dict[str, tuple], int]:
     draw_gradients(sharded, 1)
     with FlopCounterMode(display=False) as multiplied:
         optimizer.step()
-    parts = {name: tuple(sharded.part(name, p)) for name, p in sharded.model.named_parameters()}
+    parts = {name: tuple(sharded.slice_of(name, p)) for name, p in sharded.model.named_parameters()}
     for name, x in optimizer.state_tensors(sharded.model).items():
-        parts[name] = tuple(sharded.part(name.rpartition(".")[0], x))
+        parts[name] = tuple(sharded.slice_of(name.rpartition(".")[0], x))
     return parts, multiplied.get_total_flops()
 
 
@@ -112,7 +113,7 @@ def test_updates_are_those_of_one_process(tmp_path):
             assert messages == 2, run
             flops -= multiplied
             for name, found in parts.items():
-                error = (found[0] - part_of(expected[name][0], Part(*found))).abs()
+                error = (found[0] - part_of(expected[name][0], Slice(*found))).abs()
                 assert (error < limit(name, dtype)).all(), f"{run}, rank {rank}: {name}"
             seen |= parts.keys()
         assert seen == expected.keys(), run
@@ -123,7 +124,7 @@ def test_owners_have_equal_work(pretended):
     """The largest matrices are given first: three large ones to three ranks, and all small ones to the fourth."""
     dist.init_process_group()
     shapes = [(64, 16)] * 4 + [(64, 64)] * 3
-    matrices = {i: Weight(shape, ((4, 0),)) for i, shape in enumerate(shapes)}
+    matrices = {i: Layout(shape, ((4, 0),)) for i, shape in enumerate(shapes)}
     loads = Counter()
     for i, rank in Owners(matrices, dist.group.WORLD, torch.float32).owner.items():
         loads[rank] += matrices[i].work
@@ -173,7 +174,7 @@ def change_copies():
             said = sharded.unequal_copies()
             fact, _, _ = said.partition(";")
             assert fact == (expected and f"copies of {name} differ: those of ranks {expected}"), (flags, rank, name)
-            assert {*parallel.of_all_ranks(said)} == {said}
+            assert {*parallel.gather_to_all(said)} == {said}
 
 
 def test_ranks_whose_copies_differ_are_named(tmp_path):

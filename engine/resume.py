@@ -1,7 +1,7 @@
 """A run's folder and its lock, the flags and weights with which it starts, and what its checkpoints hold and restore.
 
 A checkpoint holds the parameters (`model.NAME`), the optimizer's state (`optim.NAME`), the state of every rank's random
-number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see contents.STATE.
+number generators (`rng.RANK.cpu`, `rng.RANK.cuda`) and a dictionary, see file_format.STATE.
 """
 
 import filecmp
@@ -20,13 +20,14 @@ from data import files, lock
 from data.dataset import TokenStream
 from data.loader import Loader
 from data.tokenizer import Tokenizer
+from engine import weights
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import weights
-from engine.checkpoint.contents import damage_in, step_name
+from engine.checkpoint.file_format import damage_in, step_name
+from engine.config import Config
 from engine.optim import Optimizer
 from engine.parallel.connection import may_restart
-from engine.parallel.owners import Part
-from engine.parallel.ranks import of_all_ranks, of_first_rank, together
+from engine.parallel.layout import Slice
+from engine.parallel.ranks import broadcast_from_first, gather_to_all, on_every_rank
 from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import skeleton
 from flags import documented, flags_of_data, refuse, setting, unused
@@ -51,16 +52,17 @@ def locked(out_dir: str) -> AbstractContextManager:
 
 def check_shared(out_dir: str):
     """ValueError on every rank if out_dir is another folder on one of them. The first save would fail there."""
-    file = Path(out_dir, of_first_rank(lambda: f".shared_{uuid.uuid4().hex}"))  # no rank has looked for it before
-    of_first_rank(file.touch)
-    seen = of_all_ranks(file.exists())
-    of_first_rank(file.unlink)
+    name = broadcast_from_first(lambda: f".shared_{uuid.uuid4().hex}")  # no rank has looked for it before
+    file = Path(out_dir, name)
+    broadcast_from_first(file.touch)
+    seen = gather_to_all(file.exists())
+    broadcast_from_first(file.unlink)
     if False in seen:
         fact = f"out_dir={out_dir} is another folder on rank {seen.index(False)}"
         raise ValueError(f"{fact}; give one on a file system that all ranks share")
 
 
-def check_out_dir(cfg):
+def check_out_dir(cfg: Config):
     """ValueError if out_dir is of another kind, or holds the checkpoints of a run. If they have the flags of this one,
     and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume. Evaluations write
     nothing, so they may have weights of another place, but not random ones."""
@@ -109,7 +111,7 @@ def stored_flags(cleanup: ExitStack, flags: dict) -> tuple[dict, str]:
     return {name: value for name, value in stored.items() if name not in left_out}, str(path)
 
 
-def schedule_of_another(cfg) -> str:
+def schedule_of_another(cfg: Config) -> str:
     """A line that names the flags of the schedule which a new run has from the one in init_from, "" without any."""
     names = {name for name, flag in documented(type(cfg)).items() if flag.section == "schedule"} - cfg.given
     changed = [name for name in names if getattr(cfg, name) != getattr(type(cfg), name)]
@@ -119,7 +121,7 @@ def schedule_of_another(cfg) -> str:
     return f"the schedule takes {', '.join(found)} from {cfg.init_from}; set what is to differ"
 
 
-def check_same_model(cfg, flags: dict, path: Path):
+def check_same_model(cfg: Config, flags: dict, path: Path):
     """ValueError if cfg describes another model or optimizer than these flags of the checkpoint in `path`."""
     free = {*FREE_ON_RESUME, *unused(cfg)}
     before = resolve(type(cfg), {}, flags, str(path))
@@ -134,7 +136,7 @@ def check_same_model(cfg, flags: dict, path: Path):
         refuse(cfg, "ema_decay", f"{fact}; leave it out, or start with --init_from=checkpoint:{path.parent} elsewhere")
 
 
-def layout(cfg) -> dict[str, tuple]:
+def layout(cfg: Config) -> dict[str, tuple]:
     """The name of each parameter -> (its shape, the matrices of its rows). Equal layouts have each other's weights."""
     model = skeleton(cfg)
     found = {}
@@ -144,7 +146,7 @@ def layout(cfg) -> dict[str, tuple]:
     return found
 
 
-def check_same_weights(cfg, found: weights.Weights):
+def check_same_weights(cfg: Config, found: weights.StoredModel):
     """ValueError if the model of cfg needs other weights than those found. It names the flags that alone would need
     others. The rest are free: they change what is computed with the weights, or how these are trained."""
     before = found.config()
@@ -166,12 +168,12 @@ def check_same_weights(cfg, found: weights.Weights):
     refuse(cfg, " ".join(changed), f"the weights in {found.path}, of a model with {old}, do not fit; {remedy}")
 
 
-def initialize(cfg, sharded: ShardedModel, tokenizer: Tokenizer | None):
+def initialize(cfg: Config, sharded: ShardedModel, tokenizer: Tokenizer | None):
     """Give the model of a new run, on data with this tokenizer, random weights or those that init_from names."""
     if cfg.init_from == "scratch":
         return sharded.init_weights(cfg.seed)
 
-    def fill(found: weights.Weights):
+    def fill(found: weights.StoredModel):
         check_same_weights(cfg, found)
         found.check_tokenizer(tokenizer, cfg.dataset)
         found.fill(sharded)
@@ -192,12 +194,12 @@ def replace_flags(out_dir: Path, step: int):
 def data_of(loader: Loader, val: TokenStream, samples: int) -> dict:
     """What state.json has of the data after so many samples."""
     return {
-        "since": loader.since, "read": loader.read(samples).tolist(), "val": val.hashes,
+        "since": loader.since, "read": loader.samples_by_source(samples).tolist(), "val": val.hashes,
         "weights": [weight for *_, weight in loader.stream.sources], "hashes": loader.stream.hashes,
     }  # fmt: skip
 
 
-def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
+def place_in_data(cfg: Config, state: dict, train: TokenStream, val: TokenStream) -> tuple[dict, list[str]]:
     """(since and read of the Loader of a run that goes on from this state, lines about what has changed). A source is
     known by its shards, and goes on behind what was read of it. A best loss of another evaluation is dropped, or one
     whose checkpoint is gone, as when a run has gone back from a later one."""
@@ -224,7 +226,7 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     if changed:
         reasons.append(f"{' and '.join(changed)} may have changed")
     best = state["best_step"]
-    if best and not of_first_rank(Path(cfg.out_dir, step_name(best)).is_dir):
+    if best and not broadcast_from_first(Path(cfg.out_dir, step_name(best)).is_dir):
         reasons.append(f"{step_name(best)} is gone")
     if reasons and state["best_val_loss"] is not None:
         state["best_val_loss"] = None
@@ -233,20 +235,20 @@ def place_in_data(cfg, state: dict, train: TokenStream, val: TokenStream) -> tup
     return place, notes
 
 
-def tensors_of(sharded: ShardedModel, optimizer: Optimizer) -> dict[str, Tensor | Part]:
+def tensors_of(sharded: ShardedModel, optimizer: Optimizer) -> dict[str, Tensor | Slice]:
     """The parameters, the optimizer's state and the state of this rank's random number generators, by name. The first
     two share storage with the run, to be saved or loaded."""
     ranks = sharded.ranks
     tensors = weights.parameters(sharded)
     for name, t in optimizer.state_tensors(sharded.model).items():
-        tensors[f"optim.{name}"] = sharded.part(name.rpartition(".")[0], t)
+        tensors[f"optim.{name}"] = sharded.slice_of(name.rpartition(".")[0], t)
     tensors[f"rng.{ranks.rank}.cpu"] = torch.get_rng_state()
     if ranks.device.type == "cuda":
         tensors[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
     return tensors
 
 
-def restore(cfg, sharded: ShardedModel, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> dict:
+def restore(cfg: Config, sharded: ShardedModel, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> dict:
     """Load the latest checkpoint into these parts of a run; returns its state. ValueError if it is of another model."""
     ranks = sharded.ranks
 
@@ -257,7 +259,7 @@ def restore(cfg, sharded: ShardedModel, optimizer: Optimizer, scaler: torch.amp.
         tensors = {name: t for name, t in tensors.items() if name in index or not name.startswith("rng.")}
         checkpoint.load(path, tensors, index, cfg.vocab_size)
         torch.manual_seed(cfg.seed + 1 + ranks.rank + 1_000_003 * state["step"])  # if it was saved by fewer ranks
-        together(lambda: set_random_states(tensors, path))
+        on_every_rank(lambda: set_random_states(tensors, path))
         if scaler.is_enabled() and state["scaler"]:  # a run in another dtype saved none
             scaler.load_state_dict(state["scaler"])
         return state

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from engine.parallel.ranks import Ranks, together
-from model import ExpertLinear, Heads, Stack
+from engine.config import Config
+from engine.parallel.ranks import Ranks, on_every_rank
+from model import ExpertLinear, MultiHeadAttention, Stack
 from ops import linear_by_linear, strip_attention
 
 MOST_IN_STRIPS = 1024  # tokens; each strip of attention is compiled for itself, in seconds
@@ -25,7 +26,7 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 CHOSEN = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
-def settle(cfg, ranks: Ranks) -> Ranks:
+def settle(cfg: Config, ranks: Ranks) -> Ranks:
     """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run. Every rank
     calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
     compile=True keeps its value then, so that a resume on another machine is compiled again."""
@@ -43,7 +44,7 @@ def works(ranks: Ranks) -> bool:
         time = "15 to 60 seconds, or about 5 with the kernels of an earlier run"
         print(f"compiling for this CPU before the first step: {time}; --compile=False leaves it out", flush=True)
     try:
-        together(partial(try_compiler, ranks.device))
+        on_every_rank(partial(try_compiler, ranks.device))
     except ValueError as error:
         if ranks.rank == 0:
             fact = "torch.compile does not work here, so this run is not compiled and takes longer"
@@ -85,7 +86,7 @@ def compile_model(model: nn.Module, parts: Sequence[nn.Module], inside: bool = F
     if model.cfg.block_size > MOST_IN_STRIPS and model.cfg.activation_checkpoint == "none":  # which needs whole graphs
         reason = f"attention in strips of queries, with block_size above {MOST_IN_STRIPS}"
         strips = torch.compiler.disable(strip_attention, reason=reason)
-        for heads in (module for module in model.modules() if isinstance(module, Heads)):
+        for heads in (module for module in model.modules() if isinstance(module, MultiHeadAttention)):
             heads.strips = strips
     loop = torch.compiler.disable(linear_by_linear, reason="a product for each expert, whose rows differ in number")
     for experts in (module for module in model.modules() if isinstance(module, ExpertLinear)):

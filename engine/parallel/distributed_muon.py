@@ -1,60 +1,18 @@
-"""Owners of matrices: which rank orthogonalises the update of which matrix for Muon, and how its parts get there.
+"""Muon over several ranks: which rank orthogonalises the update of which matrix, and how its parts get there.
 
-owners = Owners({p: Weight(shape, cuts), ...}, group, dtype)
+owners = Owners({p: Layout(shape, cuts), ...}, group, dtype)
 owners.on_full({p: update, ...}, change)    # change(full updates of the matrices that this rank owns), in place
 """
 
-import math
 from collections.abc import Callable, Hashable
-from functools import cache
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part of x, a tensor or a DTensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
-class Weight(NamedTuple):
-    """A weight of the full model, and how a grid of ranks shares it."""
-
-    shape: tuple[int, ...]
-    cuts: tuple[tuple[int, int | None], ...]  # (ranks, the dimension that they cut, or None if they have copies)
-
-    @property
-    def work(self) -> int:
-        """What an orthogonalisation costs: FLOPs, up to a factor that is much the same for all weights."""
-        return math.prod(self.shape) * min(self.shape[-2:])
-
-
-class Part(NamedTuple):
-    """A rank's part of a tensor: it lies at these offsets in the whole tensor, which has this shape."""
-
-    tensor: Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@cache
-def place(weight: Weight, rank: int) -> tuple[tuple[slice, ...], int]:
-    """(the part of the weight that a rank holds, the number of the copy to which it belongs). The grid's last dimension
-    cuts first, as torch.chunk does."""
-    part = [range(n) for n in weight.shape]
-    copy = 0
-    for n, dim in reversed(weight.cuts):
-        rank, i = divmod(rank, n)
-        if dim is None:
-            copy = copy * n + i
-        else:
-            each = -(-len(part[dim]) // n)
-            part[dim] = part[dim][i * each : (i + 1) * each]
-    return tuple(slice(p.start, p.stop) for p in part), copy
+from engine.parallel.layout import Layout, place
 
 
 class Owners:
@@ -62,7 +20,7 @@ class Owners:
     `dtype`. Each matrix, the largest first, goes to the rank that has the least work so far. If several ranks hold one
     part, the one in the owner's copy of the matrix sends it."""
 
-    def __init__(self, matrices: dict[Hashable, Weight], group: ProcessGroup, dtype: torch.dtype):
+    def __init__(self, matrices: dict[Hashable, Layout], group: ProcessGroup, dtype: torch.dtype):
         self.matrices = matrices
         self.group = group
         self.dtype = dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data.errors import reason, require
 from data.files import open_regular, read_file
-from engine.parallel.owners import Part
+from engine.parallel.layout import Slice
 from engine.retired import translated
 
 FORMAT = 4  # of state.json, index.json and the names of parameters
@@ -134,14 +134,14 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is not bool and isinstance(value, kind)
 
 
-def own_part(x: Tensor | Part) -> Part:
-    """A Part as it is, or a whole tensor as one, which shares its storage."""
-    if isinstance(x, Part):
+def own_part(x: Tensor | Slice) -> Slice:
+    """A Slice as it is, or a whole tensor as one, which shares its storage."""
+    if isinstance(x, Slice):
         return x
-    return Part(x.detach(), (0,) * x.dim(), tuple(x.shape))
+    return Slice(x.detach(), (0,) * x.dim(), tuple(x.shape))
 
 
-def write(file: Path, parts: dict[str, Part], metadata: dict[str, str] | None = None) -> dict[str, dict]:
+def write(file: Path, parts: dict[str, Slice], metadata: dict[str, str] | None = None) -> dict[str, dict]:
     """Write a safetensors file so that it survives a power failure; returns what index.json has of each tensor."""
     header = {"__metadata__": metadata} if metadata else {}
     # Large numbers first, so that every piece starts at a multiple of its numbers' size, as a reader that maps it needs
@@ -221,7 +221,7 @@ def divide(index: dict[str, Saved], asked: list[dict[str, tuple]]) -> list[dict[
     return found
 
 
-def fill(path: Path, name: str, saved: Saved, part: Part):
+def fill(path: Path, name: str, saved: Saved, part: Slice):
     """Copy into a part, in place, what the pieces of the saved tensor `name` have of it. Raises Damaged if a piece that
     is read is not the one that was saved."""
     for piece in saved.pieces:
