@@ -231,7 +231,7 @@ def test_pycode_takes_each_file_of_further_packages_once(call, tmp_path, monkeyp
         "site/installed/__init__.py": "d",
         "site/installed/e.py": "b",  # which the wheels have
         "site/installed-2.0.dist-info/METADATA": "Name: installed\nClassifier: License :: OSI Approved :: BSD",
-        "site/installed-2.0.dist-info/RECORD": "installed/__init__.py,,",
+        "site/installed-2.0.dist-info/top_level.txt": "installed",
     }
     for name, content in files.items():
         path = tmp_path / name
