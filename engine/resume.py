@@ -27,7 +27,7 @@ from engine.config import Config
 from engine.optim import Optimizer
 from engine.parallel.connection import may_restart
 from engine.parallel.layout import Slice
-from engine.parallel.ranks import broadcast_from_first, gather_to_all, on_every_rank
+from engine.parallel.ranks import all_gather, on_every_rank, on_first_rank
 from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import skeleton
 from flags import documented, flags_of_data, refuse, setting, unused
@@ -52,11 +52,11 @@ def locked(out_dir: str) -> AbstractContextManager:
 
 def check_shared(out_dir: str):
     """ValueError on every rank if out_dir is another folder on one of them. The first save would fail there."""
-    name = broadcast_from_first(lambda: f".shared_{uuid.uuid4().hex}")  # no rank has looked for it before
+    name = on_first_rank(lambda: f".shared_{uuid.uuid4().hex}")  # no rank has looked for it before
     file = Path(out_dir, name)
-    broadcast_from_first(file.touch)
-    seen = gather_to_all(file.exists())
-    broadcast_from_first(file.unlink)
+    on_first_rank(file.touch)
+    seen = all_gather(file.exists())
+    on_first_rank(file.unlink)
     if False in seen:
         fact = f"out_dir={out_dir} is another folder on rank {seen.index(False)}"
         raise ValueError(f"{fact}; give one on a file system that all ranks share")
@@ -226,7 +226,7 @@ def place_in_data(cfg: Config, state: dict, train: TokenStream, val: TokenStream
     if changed:
         reasons.append(f"{' and '.join(changed)} may have changed")
     best = state["best_step"]
-    if best and not broadcast_from_first(Path(cfg.out_dir, step_name(best)).is_dir):
+    if best and not on_first_rank(Path(cfg.out_dir, step_name(best)).is_dir):
         reasons.append(f"{step_name(best)} is gone")
     if reasons and state["best_val_loss"] is not None:
         state["best_val_loss"] = None

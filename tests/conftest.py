@@ -141,7 +141,7 @@ def in_this_process():
 def pretended(monkeypatch):
     """This process is the third of four ranks, and the others are pretended: collectives do nothing, and the first one
     would say what this one says."""
-    monkeypatch.setattr(parallel, "broadcast_from_first", lambda action: action())
+    monkeypatch.setattr(parallel, "on_first_rank", lambda action: action())
     init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=2, world_size=4)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: init())
     monkeypatch.setenv("RANK", "2")

@@ -23,24 +23,9 @@ from torch import Tensor
 from data.errors import reason, require, say
 from data.files import fsync, read_file, user_path, write_file
 from engine.checkpoint import file_format
-from engine.checkpoint.file_format import (
-    STEP,
-    Damaged,
-    Saved,
-    Slice,
-    own_part,
-    read_state,
-    step_name,
-    step_of,
-    steps_in,
-)
-from engine.parallel.ranks import (
-    broadcast_from_first,
-    gather_to_first,
-    is_first_rank,
-    on_every_rank,
-    scatter_from_first,
-)
+from engine.checkpoint.file_format import STEP, Damaged, Saved, own_part, read_state, step_name, step_of, steps_in
+from engine.parallel.layout import Slice
+from engine.parallel.ranks import gather, is_first_rank, on_every_rank, on_first_rank, scatter
 
 LEFTOVER = re.compile(r"\.tmp-(step_\d{8,}(\.old)?|(latest|best)(-\w+)?)|step_\d{8,}\.old|\.shared_\w+")
 TRIES = 100  # of a reader, while a run deletes checkpoints before they are read
@@ -61,9 +46,9 @@ def save(out_dir: str | Path, step: int, tensors: dict[str, Tensor | Slice], sta
     rank = dist.get_rank() if dist.is_initialized() else 0
     file = partial_step / f"rank_{rank}.safetensors"
     try:
-        broadcast_from_first(partial(_begin, partial_step))
-        written = gather_to_first(on_every_rank(partial(file_format.write, file, _share(parts))))
-        broadcast_from_first(partial(_commit, final, written, state | {"step": step}, keep_last))
+        on_first_rank(partial(_begin, partial_step))
+        written = gather(on_every_rank(partial(file_format.write, file, _share(parts))))
+        on_first_rank(partial(_commit, final, written, state | {"step": step}, keep_last))
     except (OSError, ValueError) as error:
         if is_first_rank():
             shutil.rmtree(partial_step, ignore_errors=True)
@@ -114,7 +99,7 @@ def read(where: str | Path, action: Callable[[Path, dict], T]) -> T:
     have deleted or replaced it meanwhile. Raises Damaged, or OSError if each one was deleted before it was read."""
     failed = None
     for _ in range(TRIES):
-        path = broadcast_from_first(partial(find, where))
+        path = on_first_rank(partial(find, where))
         try:
             return action(path, on_every_rank(partial(read_state, path)))
         except Damaged:
@@ -128,8 +113,8 @@ def read_index(path: Path, state: dict, tensors: dict[str, Tensor | Slice]) -> d
     """name -> shape, dtype and pieces of those of the tensors that are in the checkpoint with this state. Every rank
     calls it. The first one reads the index, and sends each rank the pieces that its parts need. Raises Damaged."""
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    asked = gather_to_first({name: (part.offsets, tuple(part.tensor.shape)) for name, part in parts.items()})
-    return scatter_from_first(lambda: file_format.divide(file_format.read_index(path, state), asked))
+    asked = gather({name: (part.offsets, tuple(part.tensor.shape)) for name, part in parts.items()})
+    return scatter(lambda: file_format.divide(file_format.read_index(path, state), asked))
 
 
 def load(path: Path, tensors: dict[str, Tensor | Slice], index: dict[str, Saved], vocab_size: float = math.inf):
@@ -170,13 +155,13 @@ def _share(parts: dict[str, Slice]) -> dict[str, Slice]:
     """Those of the parts that this rank writes; ranks that have the same parts take turns. All ranks call it."""
     # With the shape, because an empty part has the offsets of another one
     boxes = [repr((name, part.offsets, part.tensor.shape)).encode() for name, part in parts.items()]
-    held = gather_to_first([hashlib.blake2b(box, digest_size=16).digest() for box in boxes])  # shorter than boxes
+    held = gather([hashlib.blake2b(box, digest_size=16).digest() for box in boxes])  # shorter than boxes
     holders = defaultdict(list)
     for rank, hashes in enumerate(held):
         for box in hashes:
             holders[box].append(rank)
     writer = {box: ranks[turn % len(ranks)] for turn, (box, ranks) in enumerate(holders.items())}
-    mine = scatter_from_first(lambda: [[writer[box] == rank for box in hashes] for rank, hashes in enumerate(held)])
+    mine = scatter(lambda: [[writer[box] == rank for box in hashes] for rank, hashes in enumerate(held)])
     return {name: parts[name] for name, turn in zip(parts, mine, strict=True) if turn}
 
 

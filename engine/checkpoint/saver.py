@@ -14,7 +14,7 @@ from engine.checkpoint.file_format import finite, own_part
 from engine.config import Config
 from engine.metrics import Silent
 from engine.parallel.layout import Slice
-from engine.parallel.ranks import broadcast_from_first, gather_to_all, is_first_rank, leave
+from engine.parallel.ranks import all_gather, is_first_rank, leave, on_first_rank
 from engine.stop_signal import StopSignal
 
 
@@ -51,11 +51,11 @@ class Checkpoints:
     def save(self, step: int, tensors: dict[str, Tensor | Slice], state: dict):
         """Save a checkpoint. If that fails, or a tensor of any rank is not finite, the run ends on all ranks."""
         bad = next((name for name, x in tensors.items() if not finite(own_part(x).tensor)), "")
-        for name in filter(None, gather_to_all(bad)):
+        for name in filter(None, all_gather(bad)):
             self.fail(f"at step {step}, {name} has numbers that are not finite; lower --learning_rate", before=step)
         state = state | {"best_val_loss": self.best_loss, "best_step": self.best_step}
         try:
-            broadcast_from_first(partial(lock_again, self.cfg.out_dir, "out_dir"))
+            on_first_rank(partial(lock_again, self.cfg.out_dir, "out_dir"))
             checkpoint.save(self.cfg.out_dir, step, tensors, state, self.cfg.keep_last)
         except (OSError, ValueError) as error:
             try:

@@ -165,7 +165,7 @@ def check_same_flags(cfg: Config):
     """ValueError on every rank if ranks have different flags, of which init_from may come from the files that they see.
     They may name different GPUs."""
     flags = asdict(cfg) | {"device": cfg.device.partition(":")[0]}
-    first = broadcast_from_first(lambda: flags)
+    first = on_first_rank(lambda: flags)
 
     def compare():
         for name, value in first.items():
@@ -188,7 +188,7 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather_to_all(value: Any) -> list:
+def all_gather(value: Any) -> list:
     """The values of all ranks, for every rank. They have to be short, as there may be a thousand."""
     values = [value]
     if dist.is_initialized():
@@ -205,19 +205,19 @@ def on_every_rank(action: Callable):
         result = action()
     except (OSError, ValueError) as error:
         own = error
-    for error in gather_to_all(own):
+    for error in all_gather(own):
         if error is not None:
             raise error
     return result
 
 
-def broadcast_from_first(action: Callable):
+def on_first_rank(action: Callable):
     """The result of action() on the first rank, for every rank. All ranks raise its OSError or ValueError."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    return scatter_from_first(lambda: [action()] * size)
+    return scatter(lambda: [action()] * size)
 
 
-def gather_to_first(value: Any) -> list:
+def gather(value: Any) -> list:
     """The values of all ranks on the first rank, an empty list on the others."""
     values = [value]
     if dist.is_initialized():
@@ -226,7 +226,7 @@ def gather_to_first(value: Any) -> list:
     return values
 
 
-def scatter_from_first(action: Callable[[], list]) -> Any:
+def scatter(action: Callable[[], list]) -> Any:
     """This rank's item of the first rank's list action(). All ranks raise its OSError or ValueError."""
     values = on_every_rank(lambda: action() if is_first_rank() else [None])
     mine = values[:1]
@@ -238,7 +238,7 @@ def scatter_from_first(action: Callable[[], list]) -> Any:
 def agreed_dtype(flag: str, device: torch.device) -> torch.dtype:
     """The dtype of a training run, the same on all ranks, which all call this function: that of `resolve_dtype`, but
     auto on a CPU is bfloat16 if the first rank's CPU has instructions for it."""
-    if flag == "auto" and device.type == "cpu" and broadcast_from_first(fast_bfloat16):
+    if flag == "auto" and device.type == "cpu" and on_first_rank(fast_bfloat16):
         return torch.bfloat16
     return resolve_dtype(flag, device)
 

@@ -24,7 +24,7 @@ from engine.parallel.expert import apply_expert_parallel
 from engine.parallel.fsdp import kept_whole, shard
 from engine.parallel.initial import check_initial
 from engine.parallel.layout import Layout, Slice, local, place
-from engine.parallel.ranks import Ranks, broadcast_from_first, gather_to_first
+from engine.parallel.ranks import Ranks, gather, on_first_rank
 from engine.parallel.recomputation import recompute
 from engine.parallel.tensor import apply_tensor_parallel, sharded_dim
 from model import Block, LoadBalance, Model, Stack
@@ -265,7 +265,7 @@ class ShardedModel:
             sums[name, other_end, offsets, x.shape] = x.view(torch.int32).sum(dtype=torch.int64)
         mine = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))  # one wait for the device
         copies = defaultdict(lambda: defaultdict(list))  # part -> sum -> ranks
-        for rank, found in enumerate(gather_to_first(mine)):
+        for rank, found in enumerate(gather(mine)):
             for part, total in found.items():
                 copies[part][total].append(rank)
         text = ""
@@ -276,7 +276,7 @@ class ShardedModel:
                 remedy = "go on from the last checkpoint with --init_from=resume"
                 text = f"{fact}; {remedy}, and if they differ again, replace the machines of these ranks"
                 break
-        return broadcast_from_first(lambda: text)
+        return on_first_rank(lambda: text)
 
     def mean(self, loss: Tensor) -> float:
         """The step's loss, from what `backward` has returned on each rank."""

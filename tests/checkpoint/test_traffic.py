@@ -118,7 +118,7 @@ def weights_on(size: int, flags: list[str]) -> dict[str, Layout]:
     init = partial(dist.init_process_group, "fake", store=FakeStore(), rank=0, world_size=size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda *args, **options: init())
-        patch.setattr(parallel, "broadcast_from_first", lambda action: action())
+        patch.setattr(parallel, "on_first_rank", lambda action: action())
         patch.setenv("WORLD_SIZE", str(size))
         cfg = parse(Config, [*flags, "--device=cpu", "--dtype=float32"])
         sharded = ShardedModel(cfg, parallel.join(cfg))

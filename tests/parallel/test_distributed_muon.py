@@ -174,7 +174,7 @@ def change_copies():
             said = sharded.unequal_copies()
             fact, _, _ = said.partition(";")
             assert fact == (expected and f"copies of {name} differ: those of ranks {expected}"), (flags, rank, name)
-            assert {*parallel.gather_to_all(said)} == {said}
+            assert {*parallel.all_gather(said)} == {said}
 
 
 def test_ranks_whose_copies_differ_are_named(tmp_path):

@@ -119,7 +119,7 @@ def test_what_fits_on_several_ranks_is_not_refused(trained, tiny_data, tmp_path,
     largest = {"train": 4 * rank.states, "evaluate": 4 * rank.parameters}
     monkeypatch.setattr(train, "join", mock.Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr("engine.weights.ShardedModel", mock.Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr("engine.checkpoint.files.broadcast_from_first", lambda action: action())
+    monkeypatch.setattr("engine.checkpoint.files.on_first_rank", lambda action: action())
 
     def give(name: str):
         monkeypatch.setattr(os, "sysconf", lambda key: largest[name] if key == "SC_PHYS_PAGES" else 1)

@@ -90,7 +90,7 @@ def as_rank(cfg: Config, rank: int = 0):
         mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(cfg.world_size), LOCAL_RANK="0"),
         mock.patch.object(dist, "init_process_group", pretend),
         mock.patch.object(dist, "reduce_scatter_tensor", lenient),
-        mock.patch.object(parallel, "broadcast_from_first", lambda action: action()),
+        mock.patch.object(parallel, "on_first_rank", lambda action: action()),
     ):
         try:
             yield parallel.join(cfg)
