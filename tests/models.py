@@ -149,7 +149,7 @@ def check_decoding(model, prompt, n, reference=None, **source):
         assert torch.allclose(step, expected, atol=1e-9), f"cached decoding differs at length {length}"
 
 
-def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, docs=None, slots=None):
+def naive_attention(q, k, v, window=0, softcap=0.0, causal=True, docs=None, slots=None):
     """From the equations: q (B, H, T, D), k and v (B, Hkv, S, D), docs (B, T) and (B, S), slots (Hkv, M, D) each."""
     H, T, D = q.shape[1:]
     S = k.size(2)
@@ -162,15 +162,12 @@ def naive_attention(q, k, v, window=0, softcap=0.0, slopes=None, causal=True, do
         k = torch.cat((slot_k.expand(len(k), -1, -1, -1), k), dim=2)
         v = torch.cat((slot_v.expand(len(v), -1, -1, -1), v), dim=2)
         hidden = F.pad(hidden, (slot_k.size(1), 0))
-        distance = F.pad(distance, (slot_k.size(1), 0))
     out = []
     for h in range(H):
         g = h * k.size(1) // H
         scores = torch.einsum("btd,bsd->bts", q[:, h], k[:, g]) / math.sqrt(D)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        if slopes is not None:
-            scores = scores - slopes[h] * distance.abs()
         out.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v[:, g])
     return torch.stack(out, dim=1)
 

@@ -134,7 +134,7 @@ def test_flash_equals_naive_attention(flash, causal, window, docs, slots):
             flash.calls.clear()
             mask = Mask(causal, window, numbers and with_boundaries(*numbers))
             got = attention(last, k, v, 8, mask, slots=pair)
-            expected = naive_attention(last, k, v, window, 0.0, None, causal, numbers, pair)
+            expected = naive_attention(last, k, v, window, 0.0, causal, numbers, pair)
             assert_same(got, expected, (q, k, v, *(pair or ())))
             limit = window - 1 if 0 < window < length else -1
             of_context = docs, causal, limit, 0 if causal else limit
@@ -153,7 +153,7 @@ def test_flash_over_a_memory_equals_naive_attention(flash, T, S, Hkv):
     got = attention(q, k, v, 8, Mask(False, docs=with_boundaries(of_queries, of_keys)))
     assert flash.calls == [(True, False, -1, -1)]
     assert (of_keys == 9).any()
-    assert_same(got, naive_attention(q, k, v, 0, 0.0, None, False, (of_queries, of_keys)), (q, k, v))
+    assert_same(got, naive_attention(q, k, v, 0, 0.0, False, (of_queries, of_keys)), (q, k, v))
 
 
 FLAGS = [

@@ -5,7 +5,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model as M
 from engine.decode import generate
@@ -59,16 +58,6 @@ def test_tensor_parallelism_knows_the_role_of_each_parameter(model):
 
 
 @over_the_grid
-@torch.no_grad()
-def test_the_loss_is_the_mean_over_targets(model, text):
-    given = beside(model)
-    targets = targets_of(text)
-    logits = model(text, **given)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    assert torch.allclose(model(text, targets, **given), expected, atol=1e-9)
-
-
-@over_the_grid
 def test_a_finite_gradient_reaches_each_parameter(model, text):
     """While training: there is no dropout, but a loss may have a part for training alone."""
     model.train()
@@ -78,25 +67,6 @@ def test_a_finite_gradient_reaches_each_parameter(model, text):
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     sizes = {name: 0.0 if g is None else g.abs().max().item() for name, g in zip(names, gradients, strict=True)}
     assert not [name for name, size in sizes.items() if not 0 < size < math.inf]
-
-
-@over_the_grid
-@torch.no_grad()
-def test_a_document_gives_what_it_gives_alone(model, text):
-    """The first one of a row, and where only distances count, each."""
-    given = beside(model)
-    docs = given["docs"]
-    together = model(text, **given)
-    cfg = model.cfg
-    distances = cfg.pos in ("rope", "alibi", "none") and not cfg.placed_slots
-    for row in range(2):
-        numbers = docs[row].unique() if cfg.doc_positions or distances else [0]
-        for number in numbers:
-            here = docs[row] == number
-            alone = {}
-            if model.encoder:
-                alone["source"] = given["source"][row][given["source_docs"][row] == number][None]
-            assert torch.allclose(together[row][here], model(text[row][here][None], **alone)[0], atol=1e-9)
 
 
 @over_the_grid

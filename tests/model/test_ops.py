@@ -11,32 +11,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model as M
 import ops
-from model import ModelConfig
 from ops import Mask, attention, attention_kernel
 from tests.models import assert_same, documents, leaves, naive_attention
 
 
-@pytest.mark.parametrize("T,S", [(11, 11), (1, 11), (4, 11)])
-@pytest.mark.parametrize("Hkv", [6, 2, 1])
-@pytest.mark.parametrize("window", [0, 1, 4, 10, 11])
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("alibi", [False, True])
-def test_attention_equals_naive_attention(T, S, Hkv, window, softcap, alibi):
-    B, H, D = 2, 6, 4
-    q, k, v = leaves((B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D))
-    slopes = M.alibi_slopes(H).double() if alibi else None
-    cfg = ModelConfig(n_head=H, n_embd=H * D)
-    position = (M.Alibi if alibi else M.AttentionPosition)(cfg)
-    table = position.table(cfg, torch.arange(S), torch.float64)
-    Q, K, V = position(F.pad(q, (0, 0, S - T, 0)), k, v, table)  # every query's own position, then the last T of them
-    got = attention(Q[:, :, S - T :], K, V, D, Mask(window=window), softcap)[..., :D]
-    assert_same(got, naive_attention(q, k, v, window, softcap, slopes), (q, k, v))
-
-
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [0, 3, 140])
+@pytest.mark.parametrize("window", [0, 1, 11, 140])
 @pytest.mark.parametrize("docs", [False, True])
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
@@ -49,20 +30,8 @@ def test_attention_equals_naive_attention_under_every_mask(causal, window, docs,
             last = q[:, :, -queries:]
             numbers = (documents(length)[:, -queries:], documents(length)) if docs else None
             got = attention(last, k, v, 2, Mask(causal, window, numbers), softcap, slots=pair)
-            expected = naive_attention(last, k, v, window, softcap, None, causal, numbers, pair)
+            expected = naive_attention(last, k, v, window, softcap, causal, numbers, pair)
             assert_same(got, expected, (q, k, v, *(pair or ())))
-
-
-@pytest.mark.parametrize("T,S", [(11, 7), (7, 11), (1, 11), (270, 19), (140, 270)])
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("docs", [False, True])
-@pytest.mark.parametrize("Hkv", [4, 2, 1])
-def test_attention_over_a_memory_equals_naive_attention(T, S, softcap, docs, Hkv):
-    """As many queries as there are, over as many keys as there are, whose documents are other tokens."""
-    q, k, v = leaves(*((2, heads, length, 2) for heads, length in ((4, T), (Hkv, S), (Hkv, S))))
-    numbers = (documents(T), documents(S, seed=1)) if docs else None
-    got = attention(q, k, v, 2, Mask(causal=False, docs=numbers), softcap)
-    assert_same(got, naive_attention(q, k, v, 0, softcap, None, False, numbers), (q, k, v))
 
 
 def test_a_strip_reads_no_keys_before_its_window():

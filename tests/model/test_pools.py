@@ -11,7 +11,7 @@ from configurator import try_flags
 from engine.optim import hidden_matrices
 from engine.plan.accounting import flops
 from model import Inputs
-from tests.models import TINY, beside, build, jitter, leaves, tokens
+from tests.models import TINY, build, leaves
 
 C = TINY["n_embd"]
 T = TINY["block_size"]
@@ -73,27 +73,6 @@ def test_outputs_begin_smaller_where_more_readers_write():
     for layer, n in (("c,p", 6), ("c/2+p/2,c/2+p/2", 12), ("c;c,p", 4), ("c.own_slots", 6)):
         net = build(block=layer, n_layer=3, n_embd=64, n_head=4)
         assert net.blocks[0].sums[0].attn.out.initial["weight"].std == 0.02 / math.sqrt(n)
-
-
-@pytest.mark.parametrize("string,name,objective", [
-    ("c,p", "standard", "causal"),
-    ("c,p", "standard", "seq2seq"),
-    ("c+p", "parallel", "masked"),
-    ("m,c+p", "parallel", "seq2seq"),
-    ("c+p", "superblock", "seq2seq"),
-])  # fmt: skip
-def test_a_string_is_the_block_that_it_generalises(string, name, objective):
-    """With the same initial weights, and of the same weights the same logits."""
-    flags = TINY | {"objective": objective, "pos": "rope", "bias": True}
-    known = M.Model(M.ModelConfig(**flags, block=name), seed=7).double()
-    ours = M.Model(M.ModelConfig(**flags, block=string), seed=7).double()
-    for (name, first), other in zip(known.named_parameters(), ours.parameters(), strict=True):
-        assert torch.equal(first, other), name
-    jitter(known)
-    ours.load_state_dict(known.state_dict())
-    given = beside(known, docs=False)
-    idx = tokens(2, T)
-    assert torch.equal(ours(idx, **given), known(idx, **given))
 
 
 def test_the_matrix_behind_units():
