@@ -260,6 +260,12 @@ def test_chunked_loss_of_frozen_parameters(trained):
     assert not any(calls[6:])
 
 
+def test_a_batch_without_targets_has_a_loss_of_zero():
+    net = build()
+    idx = tokens(2, T)
+    assert net(idx, torch.full_like(idx, -1)).item() == 0
+
+
 # ---- accounting, initialisation, configuration
 
 
