@@ -429,16 +429,15 @@ FIRST = {  # keys of state.json that the first version of format 4 wrote, at com
 ADDED = {"norms": [], "data": {}, "best_step": 0}  # keys that older checkpoints lack, and what they mean without
 COUNTS = ("step", "samples", "skipped", "ranks", "best_step")
 IMPOSSIBLE = {  # key of state.json -> values that no run saves
-    **dict.fromkeys(COUNTS, [-1, True, False, 2**43, 2**63, 2**70, "10", 10.0, None]),
-    "norms": [None, 3, "x", {}, [1], [None], [-1.0], [math.nan], [[1.0]]],
-    "best_val_loss": [math.nan, math.inf, -math.inf, True, 2, "1.5"],
-    "flags": [None, [], "x"],
+    **dict.fromkeys(COUNTS, [-1, True, 2**43, "10", 10.0, None]),
+    "norms": [None, {}, [1], [-1.0], [math.nan], [[1.0]]],
+    "best_val_loss": [math.nan, math.inf, True, 2, "1.5"],
+    "flags": [None, []],
     "scaler": [None, [], {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"_growth_tracker": -1}],
-    "tokenizer": [3, "x", []],
-    "tokenizer_hash": [7, False],
+    "tokenizer": [3, []],
+    "tokenizer_hash": [7],
     "index_sha256": [None, 5],
-    "data": [None, [], {"since": 1}, DATA | {"read": [1.0]}, DATA | {"val": 3}, DATA | {"read": [1] * 9},
-             DATA | {"more": 1}],
+    "data": [None, {"since": 1}, DATA | {"read": [1.0]}, DATA | {"read": [1] * 9}, DATA | {"more": 1}],
     "format": [True, "2", 2.0, None],
 }  # fmt: skip
 
@@ -524,44 +523,12 @@ def test_a_step_that_is_pruned_or_replaced_while_it_is_read(tmp_path):
     assert "is damaged" in error(checkpoint.read, tmp_path, value_of)
 
 
-def test_ranks_follow_a_run_together(tmp_path):
-    """The run prunes what is read, when one rank has read its part of state.json and the other not."""
-    out = tmp_path / "run"
-    put(out, 1)
-
-    def late(step):  # as the process that saves
-        process = os.fork()
-        if process == 0:
-            dist.is_initialized = lambda: False
-            put(out, step, keep_last=1)
-            os._exit(0)
-        os.waitpid(process, 0)
-
-    def work(rank):
-        real = checkpoint.read_state
-        seen = []
-
-        def read_state(path, *args):
-            if rank == 1 and path.name not in seen and len(seen) < 3:
-                seen.append(path.name)
-                late(len(seen) + 1)
-            return real(path, *args)
-
-        checkpoint.read_state = read_state
-        return checkpoint.read(out, value_of)
-
-    assert on_ranks(2, work, tmp_path) == [4, 4]
-
-
 LIES = [  # keys of the first piece of w, of w itself, and what is said
-    *(({"file": name}, {}, name) for name in ("../step_00000002/rank_0.safetensors", "/etc/passwd", "..")),
-    *(({"file": name}, {}, name) for name in ("state.json", "a/rank_0.safetensors")),
-    *(({"sha256": digest}, {}, "its bytes are not those") for digest in (None, "", 5, "0" * 64)),
+    *(({"file": name}, {}, name) for name in ("../step_00000002/rank_0.safetensors", "/etc/passwd", "state.json")),
+    *(({"sha256": digest}, {}, "its bytes are not those") for digest in (None, "0" * 64)),
     ({"offsets": [3, 0]}, {}, "a piece of w lies outside"),
-    ({"sizes": [2, 6]}, {}, "a piece of w lies outside"),
     ({"sizes": [12]}, {}, "index.json: "),
     ({"offsets": [-1, 0]}, {}, "a piece of w has no whole numbers"),
-    ({"start": -8}, {}, "a piece of w has no whole numbers"),
     ({"start": 10.5}, {}, "a piece of w has no whole numbers"),
     ({"start": 10**9}, {}, "rank_0.safetensors is cut off after"),
     ({"sha256": "absent"}, {}, "index.json: TypeError"),

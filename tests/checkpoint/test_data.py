@@ -1,7 +1,5 @@
 """A resume on other data: each source goes on, the best loss begins anew, and what changed is said."""
 
-import json
-import math
 import shutil
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from engine import weights as any_weights
 from engine.checkpoint import files as checkpoint
 from engine.config import Config
 from engine.resume import NEW, place_in_data
-from tests.checkpoint.test_checkpoint import ADDED
 from tests.data.preparing import write_set
 from tests.helpers import edit_state, metrics, state_of
 
@@ -127,19 +124,6 @@ def test_a_flag_of_the_data_that_is_new(monkeypatch):
     stream = SimpleNamespace(sources=[], hashes=[])
     _, notes = place_in_data(replace(cfg, swapped=0.25), state, stream, stream)
     assert notes == ["the best loss begins anew, as swapped and the validation data may have changed"]
-
-
-def test_a_checkpoint_without_the_keys_that_are_newer_than_its_format(run, more_data, capsys):
-    """As the first version of format 4 wrote it: it goes on as if its data had always been these."""
-    folder = run(*SHORT, "--max_iters=4")
-    state = state_of(folder)
-    older = {key: state[key] for key in state if key not in ADDED}
-    (checkpoint.find(folder) / "state.json").write_text(json.dumps(older))
-    run(*SHORT, "--max_iters=8", "--init_from=resume", f"--dataset={more_data}")
-    assert "the best loss begins anew, as the validation data may have changed" in capsys.readouterr().out
-    state = state_of(folder)
-    assert state["data"]["read"] == [64]
-    assert math.isfinite(state["best_val_loss"])
 
 
 def test_a_tokenizer_that_the_data_are_given_later(run):

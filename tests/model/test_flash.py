@@ -158,10 +158,8 @@ def test_flash_over_a_memory_equals_naive_attention(flash, T, S, Hkv):
 
 FLAGS = [
     {},
-    {"window": 3},
     {"attention": "gqa", "n_kv_head": 1, "pos": "rope", "window": 3, "window_pattern": "SL", "qk_norm": True},
     {"pos": "alibi"},  # in columns of queries and keys
-    {"objective": "masked", "window": 3},
     {"objective": "seq2seq", "window": 3},
     {"block": "simplified"},
 ]

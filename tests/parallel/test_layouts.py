@@ -187,32 +187,21 @@ def test_layouts_whose_sizes_do_not_divide(run, alone, many):
 
 LOW = "--dtype=bfloat16 --qk_norm=True --bias=True --max_iters=6 --eval_interval=3".split() + TWO
 IN_BFLOAT16 = {  # with norms of both kinds, and a residual stream in float32 or bfloat16
-    "layernorm": LOW,
-    "rmsnorm": [*LOW, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"],
-    "simplified": [*LOW, "--block=simplified", "--tie_weights=False"],
+    "fsdp": LOW,
+    "tp": [*LOW, "--norm=rmsnorm", "--block=superblock", "--fp32_residual=False"],
+    "cp": [*LOW, "--block=simplified", "--tie_weights=False"],
 }
-LOW_RUNS = [  # layout, model
-    ("fsdp", "layernorm"),
-    ("fsdp", "simplified"),
-    ("tp", "layernorm"),
-    ("tp", "rmsnorm"),
-    ("cp", "simplified"),
-    ("pp", "rmsnorm"),
-]
 
 
 def test_layouts_in_bfloat16(alone, many):
     """Losses, gradient norms and evaluations err from float32's as those of one process in bfloat16 do."""
-    flags = [(f"{layout}, {name}", [*SIZES, *LAYOUTS[layout], *IN_BFLOAT16[name]]) for layout, name in LOW_RUNS]
-    folder = many(2, *flags)
-    for layout, name in LOW_RUNS:
-        what = f"{layout}, {name}"
-        flags = IN_BFLOAT16[name]
+    folder = many(2, *((layout, [*SIZES, *LAYOUTS[layout], *flags]) for layout, flags in IN_BFLOAT16.items()))
+    for layout, flags in IN_BFLOAT16.items():
         exact = [flag for flag in flags if flag != "--fp32_residual=False"]
-        found = [losses(folder / what), alone(*flags), alone(*exact, "--dtype=float32")]
-        assert_rounds_alike(*(of_steps(lines, 1) for lines in found), f"{what}: losses")
-        assert_rounds_alike(*(of_steps(lines, 2) for lines in found), f"{what}: gradient norms")
-        assert_rounds_alike(*map(of_evaluations, found), f"{what}: evaluations")
+        found = [losses(folder / layout), alone(*flags), alone(*exact, "--dtype=float32")]
+        assert_rounds_alike(*(of_steps(lines, 1) for lines in found), f"{layout}: losses")
+        assert_rounds_alike(*(of_steps(lines, 2) for lines in found), f"{layout}: gradient norms")
+        assert_rounds_alike(*map(of_evaluations, found), f"{layout}: evaluations")
 
 
 def of_steps(lines: list[tuple], column: int) -> list[float]:
