@@ -10,8 +10,6 @@ import os
 import re
 import resource
 import shutil
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,12 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
-from data.lock import locked
 from engine.checkpoint import file_format
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.saver import Checkpoints
 from engine.parallel.layout import Slice
-from engine.resume import NEW
 from tests.data.preparing import error
 from tests.helpers import changes_until_killed, edit_state, refused, tensors_in
 
@@ -345,23 +340,6 @@ def test_an_error_on_one_rank_is_raised_by_both(tmp_path):
     assert "absent is absent" in absent
     assert "rank_1.safetensors: w: its bytes are not those that were saved" in changed
     load(path, {"rng.0": torch.zeros(3), "rng.1": torch.zeros(3)})  # whole pieces of the same file
-
-
-def test_a_rank_whose_numbers_are_not_finite_ends_all(tmp_path):
-    """And the only checkpoint stays."""
-
-    def work(rank):
-        cfg = SimpleNamespace(out_dir=str(tmp_path / "out"), keep_last=1)
-        keeper = Checkpoints(cfg, None, Mock(), None, NEW)
-        with locked(cfg.out_dir, "out_dir") if rank == 0 else contextlib.nullcontext():
-            keeper.save(1, {"w": torch.ones(3)}, STATE)
-            bad = math.inf if rank == 1 else 1.0
-            with pytest.raises(SystemExit) as end:
-                keeper.save(2, {"w": torch.tensor([1.0, bad])}, STATE)
-        return end.value.code
-
-    assert on_ranks(2, work, tmp_path) == [1, 1]
-    assert names(tmp_path / "out") == [".lock", "latest", step_name(1)]
 
 
 WHOLE = {  # sizes that two, four and two times two ranks share unevenly, or of which some of them get nothing

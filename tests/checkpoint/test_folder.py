@@ -125,24 +125,6 @@ def test_a_folder_that_is_taken_away_from_its_run(takes, run, tmp_path, tiny_dat
     assert {path.name for path in folder.glob("step_*")} == {"step_00000004", "step_00000006"}
 
 
-def test_a_folder_that_another_run_has_taken(run, tmp_path, monkeypatch, capsys):
-    """Its lock is respected: the first run, whose folder was moved, ends with a line."""
-    others = []
-
-    def takes(folder: Path):
-        folder.rename(tmp_path / "moved")
-        folder.mkdir()
-        others.append(open(folder / ".lock", "w"))
-        fcntl.flock(others[0], fcntl.LOCK_EX)
-
-    taken_away_before_a_save(tmp_path / "out", monkeypatch, takes)
-    said = refused(lambda flags: run(*flags), ["--max_iters=6", "--save_interval=2"], capsys)
-    others[0].close()
-    assert f"out_dir={tmp_path / 'out'} belongs to process" in said
-    assert os.listdir(tmp_path / "out") == [".lock"]
-    assert (tmp_path / "moved" / "step_00000002").is_dir()
-
-
 def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flag in ("--out_dir=s3://b/run", "--dataset=gs://b/x", "--init_from=checkpoint:s3://b/run", "--out_dir=a\0b"):

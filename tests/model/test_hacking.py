@@ -175,6 +175,14 @@ def test_data_for_later_layers_is_refused_in_a_pipeline(monkeypatch):
             pipeline.keep_stage(net, stage, 2)
 
 
+def test_a_part_that_no_stage_owns_is_refused_in_a_pipeline():
+    net = model.Model(model.ModelConfig(**SIZES))
+    net.of_embedding = model.with_role(model.RMSNorm(32, 1e-5), "replicated")
+    said = r"^pp=2 divides the blocks, and every stage would train a copy of of_embedding\.weight; move it into a block"
+    with pytest.raises(ValueError, match=said):
+        pipeline.keep_stage(net, 0, 2)
+
+
 def mlp(cfg):
     return model.Sum(cfg, mlp=model.MLP(cfg, 0))
 
@@ -198,6 +206,18 @@ def test_a_module_that_ranks_cannot_cut_is_refused_by_name(apply, flags, said, p
     dist.init_process_group()
     with pytest.raises(ValueError, match=said):
         apply(model.Model(model.ModelConfig(**SIZES, **flags)), dist.group.WORLD)
+
+
+def test_a_column_layer_that_reads_what_tp_has_cut_is_refused(pretended):
+    """The gate of an MLP reads its hidden units by a second layer of role column."""
+    dist.init_process_group()
+    net = model.Model(model.ModelConfig(**SIZES))
+    mlp = net.blocks[0].sums[1].mlp
+    mlp.up = torch.nn.Sequential(mlp.up, model.Linear(net.cfg, 128, 128, "column", bias=False))
+    tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
+    said = r"^tp=4: blocks\.0\.sums\.1\.mlp\.up\.1, of role=column, reads 128 channels and gets 32;"
+    with pytest.raises(ValueError, match=said):
+        net(torch.zeros(2, 16, dtype=torch.int64))
 
 
 def test_neighbours_of_the_stream_are_refused_where_tp_cuts_it(pretended):

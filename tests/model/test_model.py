@@ -8,7 +8,6 @@ import torch
 
 import model as M
 from configurator import try_flags
-from engine import decode
 from engine.decode import generate
 from engine.plan.accounting import attention_kernels, flops
 from model import Model, ModelConfig
@@ -138,17 +137,6 @@ def test_no_square_tensor(flags, docs):
     with Operations(note), torch.no_grad():
         list(generate(model, idx[:, :900], 2, lambda logits: logits.argmax(-1), **source))
     assert T < max(sizes) < 0.6 * T * T
-
-
-def test_caches_have_the_length_of_the_text(monkeypatch):
-    lengths = []
-    model = Model(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=32, vocab_size=11)).eval()
-    monkeypatch.setattr(decode, "KVCache", lambda length, real=decode.KVCache: lengths.append(length) or real(length))
-    for prompt, new in ((4, 5), (30, 2), (30, 9)):
-        list(generate(model, torch.zeros(1, prompt, dtype=torch.int64), new, lambda logits: logits.argmax(-1)))
-    lengths = [length for length in lengths if length]  # 0 when decoding ends
-    assert lengths[:2] == [9, 32]
-    assert set(lengths[2:]) == {32}
 
 
 def test_alibi_columns_are_exact_far_out_in_bfloat16():
