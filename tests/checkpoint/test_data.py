@@ -1,18 +1,13 @@
 """A resume on other data: each source goes on, the best loss begins anew, and what changed is said."""
 
 import shutil
-from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 
 from data.dataset import TokenStream
 from data.loader import Loader, order
 from data.objective import Causal
-from engine import weights as any_weights
 from engine.checkpoint import files as checkpoint
-from engine.config import Config
-from engine.resume import NEW, place_in_data
 from tests.data.preparing import write_set
 from tests.helpers import edit_state, metrics, state_of
 
@@ -107,23 +102,6 @@ def test_the_best_loss_is_of_one_evaluation(run, tmp_path, capsys):
         assert (f"the best loss begins anew, as {name} may have changed" in said) == anew
         assert (state_of(again)["best_val_loss"] != 0.5) == anew
         assert ("seed=5 draws the data in another order" in said) == (flag == "seed=5")
-
-
-@dataclass
-class Hacked(Config):
-    swapped: float = 0.0  # [data] [<1] share of the words that are swapped
-
-
-def test_a_flag_of_the_data_that_is_new(monkeypatch):
-    """evaluate.py takes its value from the run, and another value begins the best loss anew."""
-    monkeypatch.setattr(any_weights, "Config", Hacked)
-    found = any_weights.StoredModel("run", {"swapped": 0.5, "vocab_size": 9, "learning_rate": 0.5}, None, None)
-    cfg = found.config()
-    assert (cfg.swapped, cfg.learning_rate) == (0.5, Config.learning_rate)
-    state = NEW | {"data": {}, "flags": asdict(cfg), "best_val_loss": 2.0}
-    stream = SimpleNamespace(sources=[], hashes=[])
-    _, notes = place_in_data(replace(cfg, swapped=0.25), state, stream, stream)
-    assert notes == ["the best loss begins anew, as swapped and the validation data may have changed"]
 
 
 def test_a_tokenizer_that_the_data_are_given_later(run):

@@ -8,7 +8,6 @@ import torch
 
 import model as M
 from engine.decode import generate
-from engine.parallel.tensor import sharded_dim
 from model import Model
 from tests.models import DOCS, TINY, T, beside, build, changes, check_decoding, grid, jitter, tokens
 
@@ -50,14 +49,6 @@ def test_the_first_loss_is_that_of_a_uniform_guess(fresh, text):
 
 
 @over_the_grid
-def test_tensor_parallelism_knows_the_role_of_each_parameter(model):
-    """Or refuses it by name."""
-    for name, parameter in model.named_parameters():
-        dim = sharded_dim(model, name)
-        assert dim is None or dim < parameter.dim()
-
-
-@over_the_grid
 def test_a_finite_gradient_reaches_each_parameter(model, text):
     """While training: there is no dropout, but a loss may have a part for training alone."""
     model.train()
@@ -83,31 +74,6 @@ def test_a_text_is_continued_as_it_is_read(model, text):
             next(generate(model, text, 1, lambda logits: logits.argmax(-1)))
     else:
         check_decoding(model, text[:, :10], T - 8, **beside(model, docs=False))
-
-
-@pytest.mark.parametrize("objective", ["causal", "masked", "seq2seq"])
-def test_a_block_may_give_its_readers_other_windows(objective, text, monkeypatch):
-    """Two windows in one sum: the model sees as far as the wider one, whatever the flags say."""
-
-    def two(cfg, layer):
-        near = M.Attention(cfg, layer)
-        far = M.Attention(cfg, layer)
-        near.window = 2
-        far.window = 4
-        return [
-            M.Sum(cfg, near=near, far=far),
-            *M.cross(cfg, layer),
-            M.Sum(cfg, mlp=M.MLP(cfg, layer)),
-        ]
-
-    monkeypatch.setitem(M.BLOCK, "two", two)
-    net = build(block="two", objective=objective, pos="rope", window=3)
-    jitter(net)
-    assert reach(net) == 3 + 3
-    check_sight(net, text, docs=False)
-    check_sight(net, text, docs=True)
-    if objective != "masked":
-        check_decoding(net, text[:, :10], T - 8, **beside(net, docs=False))
 
 
 @torch.no_grad()

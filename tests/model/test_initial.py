@@ -15,9 +15,7 @@ KEPT = {  # what a module does in its __init__ -> the parameter that it gets, an
     "m.own = nn.Parameter(torch.empty(4)); m.initial = {'own': 0.5}": ("own", 0.5),
     "m.own = nn.Parameter(torch.rand(4, 4)); m.initial = {'own': M.Normal(0.0)}": ("own", 0.0),
     "m.gate = M.Linear(m.cfg, 16, 4, 'column'); m.gate.initial = {'weight': 0.0}": ("gate.weight", 0.0),
-    "m.ln = M.RMSNorm(16)": ("ln.weight", 1.0),
     "m.ln = nn.LayerNorm(16); m.ln.initial = {'weight': 0.5, 'bias': 0.0}": ("ln.weight", 0.5),
-    "m.conv = nn.Conv1d(16, 16, 3); m.conv.initial = {'weight': M.Normal(0.02), 'bias': 0.5}": ("conv.bias", 0.5),
     "m.own = nn.Parameter(torch.rand(4)); m.initial = {'own': torch.eye(4, device='cpu')[1]}": ("own", torch.eye(4)[1]),
 }
 WRITTEN = "is written in __init__"

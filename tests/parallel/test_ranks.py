@@ -51,20 +51,6 @@ def test_a_lost_rank_leaves_a_line_that_resumes(tiny_data, tmp_path):
     assert line.endswith(f"--out_dir={out} and --init_from=resume")
 
 
-def train_until_the_first_rank_ends(flags: list[str]):
-    """Its process had the store, from which the other one reads as it makes the meshes."""
-    if os.environ["RANK"] == "0":
-        parallel.make_mesh = lambda *_: os._exit(9)
-    train_main(flags)
-
-
-def test_a_rank_that_is_lost_before_the_first_step_leaves_one_line_too(tiny_data, tmp_path):
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--tp=2"]
-    assert exit_codes(2, train_until_the_first_rank_ends, tmp_path, flags) == [9, 1]
-    [line] = (tmp_path / "rank 1").read_text().splitlines()
-    assert line.startswith("error: rank 1 has lost another rank")
-
-
 def train_in_a_folder_of_its_own(flags: list[str], folder: Path):
     own = folder / f"node {os.environ['RANK']}"
     own.mkdir()
