@@ -92,19 +92,26 @@ def test_a_lock_that_its_holder_removes_is_nobodys(tmp_path, monkeypatch):
     assert not out.exists()
 
 
+def taken_away_before_a_save(folder: Path, monkeypatch, takes):
+    """The run in the folder begins its second save behind takes(folder)."""
+    save = train.Run.save
+    saves = itertools.count(1)
+
+    def taken(run):
+        if next(saves) == 2:
+            takes(folder)
+        save(run)
+
+    monkeypatch.setattr(train.Run, "save", taken)
+
+
 @pytest.mark.parametrize("takes", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("moved"))])
 def test_a_folder_that_is_taken_away_from_its_run(takes, run, tmp_path, tiny_data, monkeypatch, capsys):
     """It is made anew for the next save, in the old place and with a lock, and a line says so."""
     flags = ["--max_iters=6", "--save_interval=2", "--eval_interval=0"]
-    save = train.Run.save
-    saves = itertools.count(1)
+    taken_away_before_a_save(tmp_path / "out", monkeypatch, takes)
     outcome = Checkpoints.outcome
     said = []
-
-    def taken(run):
-        if next(saves) == 2:
-            takes(tmp_path / "out")
-        save(run)
 
     def others_come(*args):
         said.append(capsys.readouterr().err)
@@ -112,11 +119,28 @@ def test_a_folder_that_is_taken_away_from_its_run(takes, run, tmp_path, tiny_dat
         refused(train.main, argv, capsys, [f"belongs to process {os.getpid()} on "])
         return outcome(*args)
 
-    monkeypatch.setattr(train.Run, "save", taken)
     monkeypatch.setattr(Checkpoints, "outcome", others_come)
     folder = run(*flags)
     assert said == [f"warning: out_dir={folder} was moved or deleted; it is made anew, with checkpoints alone\n"]
     assert {path.name for path in folder.glob("step_*")} == {"step_00000004", "step_00000006"}
+
+
+def test_a_folder_that_another_run_has_taken(run, tmp_path, monkeypatch, capsys):
+    """Its lock is respected: the first run, whose folder was moved, ends with a line."""
+    others = []
+
+    def takes(folder: Path):
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        others.append(open(folder / ".lock", "w"))
+        fcntl.flock(others[0], fcntl.LOCK_EX)
+
+    taken_away_before_a_save(tmp_path / "out", monkeypatch, takes)
+    said = refused(lambda flags: run(*flags), ["--max_iters=6", "--save_interval=2"], capsys)
+    others[0].close()
+    assert f"out_dir={tmp_path / 'out'} belongs to process" in said
+    assert os.listdir(tmp_path / "out") == [".lock"]
+    assert (tmp_path / "moved" / "step_00000002").is_dir()
 
 
 def test_names_that_are_no_folders(tmp_path, tiny_data, capsys, monkeypatch):
@@ -191,6 +215,12 @@ def test_what_a_killed_process_has_left_goes_with_the_next_file(tmp_path):
     write_file(killed / "new", b"mine")
     assert os.listdir(killed) == ["new"]
     assert (killed / "new").read_text() == "mine"
+
+
+def test_what_a_killed_start_has_left_goes_with_the_first_save(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".shared_0123456789abcdef").touch()
+    assert not list(run("--max_iters=1", "--eval_iters=1").glob(".shared*"))
 
 
 @pytest.mark.parametrize("name", ["latest", "state.json", "index.json", "config.py", "metrics.jsonl"])

@@ -139,17 +139,22 @@ def difference(flags: list[str], layout: str) -> str:
     return ", ".join(wrong)
 
 
-def differences(rows: list[str], folder: Path):
-    """Writes what differs in each layout, for rows of flags."""
+def differences(rows: list[tuple[str, str]], folder: Path):
+    """Writes what differs in each layout, for rows of (flags, name of one of HACKS or nothing)."""
     torch.set_default_dtype(torch.float64)
     found = {}
     for name, layout in LAYOUTS.items():
-        found[name] = {row: difference(row.split(), layout) for row in rows}
+        found[name] = {}
+        for row, hack in rows:
+            with pytest.MonkeyPatch.context() as patch:
+                if hack:
+                    HACKS[hack](patch)
+                found[name][hack or row] = difference(row.split(), layout)
     (folder / f"found {dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-def on_all_layouts(rows: list[str], folder: Path) -> dict[str, dict[str, str]]:
-    """Layout -> row -> what the first of two ranks finds, or the second."""
+def on_all_layouts(rows: list[tuple[str, str]], folder: Path) -> dict[str, dict[str, str]]:
+    """Layout -> row or hack -> what the first of two ranks finds, or the second."""
     launch(2, differences, folder, rows, folder)
     first, second = (json.loads((folder / f"found {rank}.json").read_text()) for rank in range(2))
     for layout, found in first.items():
@@ -159,7 +164,7 @@ def on_all_layouts(rows: list[str], folder: Path) -> dict[str, dict[str, str]]:
 
 
 def test_every_flag_has_its_gradients_on_every_layout(tmp_path):
-    found = on_all_layouts(ROWS, tmp_path)
+    found = on_all_layouts([(row, "") for row in ROWS], tmp_path)
     for layout in ("cp", "pp"):
         for row in ENCODERS:
             if (layout, row) != ("pp", ENCODERS[0]):
@@ -173,6 +178,64 @@ def test_a_new_flag_has_its_gradients_on_every_layout_or_is_refused_by_name(tmp_
     rows = new_rows()
     if not rows:
         return
-    for layout, found in on_all_layouts(rows, tmp_path).items():
+    for layout, found in on_all_layouts([(row, "") for row in rows], tmp_path).items():
         for row, what in found.items():
             assert not what or what.startswith("refused: "), f"{LAYOUTS[layout]} {row}: {what}"
+
+
+# ---- What a user may add to the network
+
+
+def keys_of_pairs(patch):
+    """Every second layer reads the keys and values of the layer before it."""
+    init = M.Attention.__init__
+    project = M.Attention.project
+
+    def numbered(self, cfg, layer, *reader):
+        init(self, cfg, layer, *reader)
+        self.pair = f"pair {layer // 2}"
+
+    def shared(self, x, inputs):
+        q, k, v = project(self, x, inputs)
+        return q, inputs.shared.setdefault(f"k, {self.pair}", k), inputs.shared.setdefault(f"v, {self.pair}", v)
+
+    patch.setattr(M.Attention, "__init__", numbered)
+    patch.setattr(M.Attention, "project", shared)
+
+
+def z_loss(patch):
+    """The squared logarithms of the normalisers are a part of the loss, with a learned factor in the head."""
+    init = M.Linear.__init__
+    loss = M.Model.loss
+
+    def made(self, cfg, n_in, n_out, role, *given, **more):
+        init(self, cfg, n_in, n_out, role, *given, **more)
+        if role == "vocab":
+            self.factor = M.Gain(0.5)
+
+    def added(self, x, targets):
+        return loss(self, x, targets) + self.head.factor(self.logits(x).logsumexp(-1).square().mean())[0]
+
+    patch.setattr(M.Linear, "__init__", made)
+    patch.setattr(M.Model, "loss", added)
+
+
+def shifted_targets(patch):
+    """Each token also predicts the target of the next one."""
+    loss = M.Model.loss
+    later = lambda self, x, targets: loss(self, x, targets) + loss(self, x[:, :-1], targets[:, 1:])  # noqa: E731
+    patch.setattr(M.Model, "loss", later)
+
+
+HACKS = {hack.__name__: hack for hack in (keys_of_pairs, z_loss, shifted_targets)}
+EXPECTED = {  # where a hack does not compute what one process does: what is said
+    ("pp", "keys_of_pairs"): "refused: pp=2 hands on only the stream, and a layer hands k, pair 0",
+    ("cp", "shifted_targets"): "loss ",
+}
+
+
+def test_what_a_user_adds_is_right_or_refused_or_seen(tmp_path):
+    for layout, found in on_all_layouts([("--pos=rope", hack) for hack in HACKS], tmp_path).items():
+        for hack, what in found.items():
+            said = EXPECTED.get((layout, hack), "")
+            assert what.startswith(said) and bool(what) == bool(said), f"{layout}, {hack}: {what}"
