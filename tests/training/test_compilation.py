@@ -1,8 +1,6 @@
 """Which runs are compiled on a CPU, where their kernels are kept, and how a run goes on without a compiler."""
 
-import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import ShardedModel
 from model import Block, Model, ModelConfig, Stack
 from tests.families import FAMILIES
-from tests.helpers import ROOT, TINY, losses, state_of, steps_of
+from tests.helpers import TINY, losses, state_of, steps_of
 from tests.ranks import launch, train_main
 
 ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
@@ -297,32 +295,3 @@ def test_kernels_of_other_machines_are_kept_apart(monkeypatch):
     assert len(names) == 5
     assert names > {kind_of_kernels()}
     assert all(not set(name) & set("/ \n") for name in names)
-
-
-COUNTS = """
-import json, torch, train
-train.main(FLAGS)
-counts = torch._dynamo.utils.counters["inductor"]
-print(json.dumps([counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]]))
-"""
-
-
-@pytest.mark.slow
-def test_a_second_process_finds_the_kernels(tiny_data, tmp_path):
-    """With empty folders a process takes half a minute. The run's folder receives none of the kernels."""
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    del env[compilation.FOLDER]
-    counts = []
-    for out in ("first", "second"):
-        flags = [*TINY, *SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / out}", "--compile=True"]
-        code = COUNTS.replace("FLAGS", repr(flags))
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stderr
-        counts.append(json.loads(done.stdout.splitlines()[-1]))
-    (hits, misses), (later_hits, later_misses) = counts
-    assert misses > 2
-    assert later_hits == hits + misses
-    assert later_misses == 0
-    assert losses(tmp_path / "first") == losses(tmp_path / "second")
-    assert list((tmp_path / "cache").rglob("*.so"))
-    assert not list((tmp_path / "first").rglob("*.so"))

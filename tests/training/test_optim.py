@@ -65,7 +65,7 @@ def test_matrices_decay_and_every_parameter_is_in_one_group(optimizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 64, 16), (2, 16, 64), (1, 24, 96)])
 def test_orthogonalize(shape, dtype):
-    """Against the singular values and vectors in float64, and the post's iteration."""
+    """Against the post's iteration in float64."""
     torch.manual_seed(0)
     x = torch.randn(shape)
     y = orthogonalize(x, dtype)
@@ -76,24 +76,6 @@ def test_orthogonalize(shape, dtype):
         plain = torch.stack([oracle.newton_schulz(m) for m in x.to(dtype)])
         return assert_rounds_alike(y, plain, expected, "U V^T")
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
-    s = torch.linalg.svdvals(y.double())
-    assert s.min() > 0.65 - 1e-5
-    assert s.max() < 1.25 + 1e-5
-    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)  # y has the same vectors: U^T Y V is diagonal
-    core = u.mT @ y.double() @ vh.mT
-    torch.testing.assert_close(core, torch.diag_embed(core.diagonal(dim1=1, dim2=2)), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_who_gets_muon(tied):
-    """By their role, so not the taps of a convolution."""
-    model = tiny(attention="gqa", n_kv_head=2, conv=4, bias=True, tie_weights=tied)
-    rest, muon = build(model, config(optimizer="muon")).parts
-    attn = model.blocks[0].sums[0].attn
-    mlp = model.blocks[0].sums[1].mlp
-    hidden = {layer.weight for layer in (attn.qkv, attn.out, mlp.up, mlp.down)}
-    assert muon.fused.keys() == hidden
-    assert rest.state.keys() == {*model.parameters()} - hidden
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
@@ -130,9 +112,6 @@ def test_the_biases_of_experts_move_by_a_rate_of_their_own(optimizer):
     bias.grad = torch.tensor([-0.5, 1.0, 0.0, 1e-7])
     parts.step()
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
-    scaled = [p for group in parts.param_groups for p in group["params"]]  # by a gradient scaler, which loads are not
-    assert len(scaled) == len([*model.parameters()]) - 1
-    assert all(p is not bias for p in scaled)
     assert not any("balance" in name for name in parts.state_tensors(model))
 
 
