@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from data.lock import locked
 from engine import optim
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
@@ -89,13 +88,6 @@ def test_the_order_and_the_arguments_of_runs(tmp_path, monkeypatch, capfd):
     assert log == "--log_interval=10"
 
 
-def test_relative_paths_begin_in_the_user_s_folder(tmp_path):
-    there = checkout(tmp_path / "there")
-    training_process.measure(there, ["config/c.py"], cwd=tmp_path)
-    assert (tmp_path / "seen").exists()
-    assert not (there / "seen").exists()
-
-
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     """A clock that stands still; the fake work of a test moves it."""
@@ -123,17 +115,6 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
     bench.compare([Path("x")], [("A", ["a"]), ("B", ["b"])], rounds=3)
     said = capfd.readouterr().out.splitlines()
     assert said[-1] == "x B: 0.333 times as fast as x A (0.111 to 0.500)"
-
-
-def test_what_a_killed_timing_has_left_goes_with_the_next_one(tmp_path, monkeypatch):
-    """The folder of one that still runs, whose lock is held, stays."""
-    monkeypatch.setattr(training_process, "TEMPORARY", tmp_path / "of-bench-")
-    for name in ("of-bench-01234567", "of-bench-abcdefgh"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".lock").touch()
-    with locked(tmp_path / "of-bench-abcdefgh", "dir"):
-        training_process.measure(checkout(tmp_path / "there"), [])
-    assert {path.name for path in tmp_path.iterdir()} == {"of-bench-abcdefgh", "there"}
 
 
 def test_nothing_starts_before_the_block(tmp_path):

@@ -45,12 +45,9 @@ if (here / "slow").exists() and out.name == (here / "slow").read_text():
         time.sleep(0.1)
 if rate > 1 and not (here / "mended").exists():
     sys.exit("error: the loss is not finite; lower --learning_rate")
-if (here / "early").exists():
-    sys.exit(0)
 loss = (math.log10(rate) + 2) ** 2 + int(flags["seed"]) / 100 + parallel
-loss = None if (here / "infinite").exists() else loss
 rows = [{"step": n, "kind": "train", "ms_per_step": 10 if parallel else 20} for n in range(steps)]
-rows += [{"step": steps, "kind": "eval", "val_loss": loss, "val_bpb": loss and 2 * loss}]
+rows += [{"step": steps, "kind": "eval", "val_loss": loss, "val_bpb": 2 * loss}]
 (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 """
 FLAGS = [flag for flag in TINY if not flag.startswith(("--eval", "--learning_rate"))]
@@ -101,13 +98,10 @@ def test_wrong_options(fake, monkeypatch, capfd):
         (["--seeds=2"], ["--run", "config/pycode_standard.py"]),
         (["--run=", "--seeds=21"], ["seeds=21", "must be <=20"]),
         (["--run=", "--sweep=learning_rate=1e-3,1e-3"], ["two or more"]),
-        (["--run=", "--sweep=seed=1,2"], ["seed", "tools.compare sets"]),
         (["--run=--beta1=0.8", "--sweep=beta1=0.7,0.9"], ["--run=--beta1=0.8", "tools.compare sets --beta1"]),
         (["--run=", "--out=s3://bucket/x"], ["out='s3://bucket/x' (command line): an address"]),
         (["--run=", "--sweep=mlp_ratio=2,4"], ["mlp_ratio", "costs", "--run"]),
-        (["--run=--eval_only=True"], ["--run=--eval_only=True", "tools.compare sets --eval_only"]),
         (["--run=x.py", "--common=--seed=3"], ["--run=x.py --common=--seed=3: tools.compare sets --seed; "]),
-        (["--run='"], ["--run='", "quotation"]),
         (["--run=--batch_ramp=8:9"], ["batch_ramp=8:9", "leave it out"]),
         (["--run=", "--run=--max_iters=4"], ["--run=--max_iters=4", "tokens are to be equal, which needs max_iters=3"]),
         (["--run=", "--run=--n_layer=3 --n_embd=32", "--match=parameters"], ["parameters are", "leave n_embd out"]),
@@ -118,7 +112,7 @@ def test_wrong_options(fake, monkeypatch, capfd):
     (fake.out / "meta.json").touch()
     assert "meta.json was not written by this command; " in refused(main, fake.line(), capfd)
     (fake.out / "meta.json").unlink()
-    for content in ("{", "[3]"):
+    for content in ("{", "[3]", '{"ms_per_step": 3}', '{"ms_per_step": [1, 0]}', '{"ms_per_step": [1, "a"]}'):
         (fake.out / "compare.json").write_text(content)
         assert f"{fake.out / 'compare.json'} is damaged (" in refused(main, fake.line(), capfd)
     os.truncate(fake.out / "compare.json", 40 * 2**30)
@@ -182,21 +176,6 @@ def test_finished_trainings_are_not_repeated(fake, tmp_path, monkeypatch, capfd)
     code.write_text("b")
     assert "another code; choose another --out" in refused(main, fake.line(), capfd)
     assert fake.calls() == []
-
-
-@pytest.mark.parametrize("name", ["val_loss", "ms_per_step"])
-def test_a_lost_figure_does_not_stop_the_comparison(name, fake):
-    """A training that has lost its loss or its times is resumed."""
-    assert fake() == 0
-    expected = fake.table()["runs"]
-    file = fake.out / "run2-seed1" / "metrics.jsonl"
-    good = metrics(file.parent)
-    fake.calls()
-    rows = [row | {name: None} if name in row else row for row in good]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert fake() == 0
-    assert fake.calls() == ["run2-seed1*"]
-    assert fake.table()["runs"] == expected
 
 
 def test_ctrl_c_lets_trainings_save(fake, capfd):
@@ -281,21 +260,6 @@ def test_a_killed_comparison_goes_on(fake, capfd):
     assert fake.calls() == ["run1-seed1", "run2-seed1", "run2-seed1*"]
 
 
-@pytest.mark.parametrize(
-    "times", ["3", "[1]", "[1, 0]", '[1, "a"]', "[1, 1%s]" % ("0" * 400), "[1, %s" % ("[" * 10**5)]
-)
-def test_an_edited_comparison(times, fake, capfd):
-    assert fake() == 0
-    file = fake.out / "compare.json"
-    before = fake.table()["runs"]
-    file.write_text(file.read_text().replace('"ms_per_step": null', f'"ms_per_step": {times}'))
-    line = refused(main, fake.line("--match=tokens"), capfd, ["compare.json is damaged (", "; delete it, or"])
-    file.unlink()
-    assert len(line) < 2000
-    assert fake() == 0
-    assert fake.table()["runs"] == before
-
-
 def test_a_run_that_fails(fake, capfd):
     assert fake("--seeds=2", runs=["", "--learning_rate=10", "--block=parallel"]) == 1
     assert len(fake.calls()) == 6
@@ -307,14 +271,6 @@ def test_a_run_that_fails(fake, capfd):
     assert fake("--seeds=2", runs=["", "--learning_rate=10", "--block=parallel"]) == 0
     assert fake.calls() == ["run2-seed1*", "run2-seed2*"]
     assert rows(fake)[1][5] != "failed (see below)"
-
-
-@pytest.mark.parametrize("how", ["early", "infinite"])
-def test_a_training_without_a_loss(how, fake):
-    """The exit code of the training is 0."""
-    (fake.folder / how).touch()
-    assert fake() == 1
-    assert (fake.out / "compare.md").read_text().count("seed 1 failed: it has no finite") == 2
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -355,13 +311,6 @@ def test_the_edge_of_a_sweep_is_told(fake):
     assert fake("--sweep=learning_rate=1e-1,1e-2,1e-3,1e-4") == 0  # an extended sweep goes on
     assert len(fake.calls()) == 2
     assert "extend --sweep" not in (fake.out / "compare.md").read_text()
-
-
-def test_a_sweep_of_words_has_no_end(fake):
-    assert fake("--sweep=mlp=gelu,relu") == 0
-    table = (fake.out / "compare.md").read_text()
-    assert "Run 1, losses at seed 1: mlp=gelu 0.0100, mlp=relu 0.0100." in table
-    assert "extend" not in table
 
 
 def test_other_tasks_have_no_difference(fake, more_data):
@@ -432,15 +381,6 @@ def test_match_tokens(fake):
     assert third.changed == {"max_iters": 1333, "warmup_iters": 33, "cooldown_iters": 401, "lr_decay_iters": 1199}
 
 
-def test_match_flops(fake):
-    texts = ["", "--n_layer=5 --batch_size=2"]
-    first, second = runs(fake, "--match=flops", texts=texts, common="--max_iters=100 --warmup_iters=1")
-    steps = 100 * flops_per_token(2, 16) * 4 / (flops_per_token(5, 16) * 2)
-    assert second.changed == {"max_iters": round(steps), "warmup_iters": 1}
-    flops = [run.costs.tokens * run.costs.flops_per_token for run in (first, second)]
-    assert abs(flops[1] / flops[0] - 1) < 1 / steps
-
-
 def test_match_parameters_and_flops(fake):
     """First the width, then the steps of a model of this width."""
     common = "--n_embd=64 --max_iters=100 --warmup_iters=1"
@@ -468,15 +408,6 @@ def test_match_parameters(text, unit, fake):
     near = min(range(unit, 300, unit), key=lambda width: abs(of(width) - parameters(2, 64)))
     assert second.cfg.n_embd == second.changed["n_embd"] == near
     assert second.costs == (of(near), flops_per_token(layers, near), *first.costs[2:])
-
-
-def test_match_parameters_where_a_larger_width_has_fewer(fake):
-    """Where the width is a multiple of 64, so are the hidden units of gated experts."""
-    [run] = runs(fake, texts=[""], common="--n_embd=48 --n_head=4 --mlp=swiglu --n_expert=8")
-    wanted = run.costs_of("--n_embd=60").parameters + 1  # which a search by halves finds between 64 and 68
-    assert wanted > run.costs_of("--n_embd=64").parameters
-    run.match_parameters(wanted)
-    assert run.cfg.n_embd == 60
 
 
 def test_match_seconds(fake, monkeypatch, capfd):

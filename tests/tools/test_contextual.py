@@ -107,23 +107,6 @@ def test_heads_add_up_to_their_reader(flags):
                 assert torch.allclose(hidden, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("phi", ["softmax", "gelu", "sigmoid"])
-def test_incoming_weights_of_a_stream_query(phi):
-    """b_i = W_K x_i / sqrt(D) of the head, in the channels that the head reads, and 0 elsewhere."""
-    net = sharp(block=f"c.stream.{phi},p", pos="none")
-    attn = net.blocks[0].sums[0].attn
-    seen = []
-    with attn.register_forward_hook(lambda _, inputs, y: seen.append(inputs[0][0])):
-        incoming, _, hidden = contextual_mlp(net, text(net), 0, 2, 6)
-    W_K = attn.kv.weight.detach().view(4, 2, D, C)[2, 0]
-    expected = torch.zeros(7, C, dtype=torch.float64)
-    expected[:, 2 * D : 3 * D] = seen[0][:7] @ W_K.T / math.sqrt(D)
-    assert torch.allclose(incoming, expected, atol=1e-12)
-    score = incoming @ seen[0][6]
-    maps = {"softmax": score.exp(), "gelu": gelu(score) / 7, "sigmoid": (score - math.log(7)).sigmoid()}
-    assert torch.allclose(hidden, maps[phi], atol=1e-12)
-
-
 BARE = [{"pos": "none"}, {"pos": "rope"}, {"pos": "rope", "qk_norm": True}]
 BY_HAND = [p | a | o for p, (a, o) in itertools.product(BARE, zip(ATTENTION, OBJECTIVES, strict=True))]
 BY_HAND += [{"pos": "alibi"}, {"pos": "none", "attn_softcap": 0.5}]
