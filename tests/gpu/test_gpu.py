@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import sample
 from configurator import parse
 from data.loader import document_starts
 from engine import optim
@@ -258,18 +257,3 @@ def test_a_compiled_run_that_was_stopped_draws_the_same_dropout(device, run, mon
     run(*flags, "--max_iters=2", out="parts")
     parts = run(*flags, "--init_from=resume", out="parts")
     assert losses(parts) == losses(run(*flags, out="once"))
-
-
-def test_samples(device, run, capsys):
-    """The likeliest text is that of the CPU; the same seed gives the same text again."""
-    folder = run(*SHORT)
-
-    def text(place: torch.device, flag: str) -> str:
-        capsys.readouterr()
-        sample.main([f"--out_dir={folder}", f"--device={place}", "--dtype=float32", "--max_new_tokens=30", flag])
-        return capsys.readouterr().out
-
-    assert text(CPU, "--temperature=0") == text(device, "--temperature=0")
-    drawn = text(device, "--seed=5")
-    assert drawn != ""
-    assert drawn == text(device, "--seed=5")

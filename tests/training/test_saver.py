@@ -3,16 +3,12 @@
 import math
 import shutil
 from contextlib import nullcontext
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 import train
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.saver import Checkpoints
 from engine.evaluation import Evaluation
-from engine.resume import NEW
 from tests.checkpoint.test_checkpoint import full_disk
 from tests.helpers import losses, metrics, refused, state_of, weights_in
 from tests.training.test_step import weigh
@@ -102,14 +98,6 @@ def test_the_best_checkpoint_stays_when_validation_worsens(run, monkeypatch):
     seen[:] = []
     improved = run(*flags, "--max_iters=6", "--always_save_checkpoint=False", out="improved")
     assert sorted(path.name for path in improved.glob("step_*")) == ["step_00000002", "step_00000006"]
-
-
-def test_the_losses_of_both_splits_are_finite(tmp_path):
-    keeper = Checkpoints(SimpleNamespace(out_dir=tmp_path), None, Mock(), 0, NEW)
-    for of_train, of_val in ((math.nan, 2.0), (2.0, -math.inf)):
-        with pytest.raises(SystemExit):
-            keeper.is_best(1, of_train, of_val)
-    assert (keeper.best_loss, keeper.best_step) == (None, 0)
 
 
 def ends_badly(run, *flags, capsys, **where) -> str:
