@@ -13,11 +13,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from configurator import parse
 from engine.config import Config
-from engine.device import device_name
 from tests.helpers import ROOT, TINY, gone, losses, metrics, refused, until
 from tests.ranks import begin, start
 from tests.test_imports import MODULE, imports
@@ -226,16 +224,6 @@ def test_the_flags_of_a_training(fake):
     cfg = parse(Config, run.arguments(2))
     assert (cfg.save_interval, cfg.log_interval, cfg.eval_interval, cfg.keep_last) == (20, 2, 0, 3)
     assert (cfg.eval_iters, cfg.seed, cfg.out_dir) == (7, 2, str(run.folder(2)))
-
-
-def test_trainings_at_the_same_time_share_the_threads(fake, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    assert fake("--jobs=3") == 0
-    assert os.environ["OMP_NUM_THREADS"] == "2"
-    machine = device_name(torch.device("cpu"))
-    measured = fake.table()["measured"].partition(": ")[2]
-    assert measured == f"{machine}, 2 thread(s), torch {torch.__version__}, 3 at a time."
 
 
 def compared(folder: Path, argv: list[str]):

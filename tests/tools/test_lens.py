@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
@@ -172,22 +171,6 @@ def test_a_picture_is_written(trained, tmp_path, capsys):
     file = tmp_path / "head.png"
     output(capsys, f"--out_dir={trained}", *READ, f"--out={file}")
     assert file.read_bytes().startswith(b"\x89PNG")
-
-
-class Inlined(M.MLP):
-    """It multiplies by the weight of `down` itself."""
-
-    def read(self, x):
-        return F.linear(self.phi(self.up(x)), self.down.weight)
-
-
-def test_an_mlp_that_somebody_has_changed(trained, monkeypatch, capsys):
-    monkeypatch.setattr(M, "MLP", Inlined)
-    read = [f"--out_dir={trained}", *READ, "--reader=mlp"]
-    words = ["reader=mlp was changed (", "; add it to tools/heads.py"]
-    refused(lens.main, read, capsys, words)
-    monkeypatch.undo()
-    assert "units, which together promote" in output(capsys, *read)[0]
 
 
 def test_wrong_flags(trained, capsys):

@@ -75,13 +75,6 @@ def go(run, tiny_data, tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_residual_stream_in_bfloat16_needs_fast_products(go, capsys, fast):
-    """Where auto is float32, a line says that the flag has no effect."""
-    go(fast, "--fp32_residual=False")
-    assert ("fp32_residual=False has no effect in float32" in capsys.readouterr().out) != fast
-
-
 @pytest.mark.parametrize("fast, name", [(True, "bfloat16"), (False, "float32")])
 def test_a_resume_keeps_the_dtype(go, tmp_path, fast, name):
     """Also on another CPU, and digit for digit, Muon included; the losses are those of the explicit flag."""

@@ -107,15 +107,6 @@ def test_truncation_drops_what_is_no_line_of_ours(tmp_path):
     assert path.read_text() == '{"step": 1, "loss": 2.5}\n{"step": 3}\n'  # older lines without a kind stay
 
 
-def test_a_link_to_a_file_that_is_not_there_is_not_followed(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="metrics.jsonl is a link to a file that is not there; delete it"):
-        truncate_metrics(tmp_path / "metrics.jsonl", 0)
-    (tmp_path / "metrics.jsonl").unlink()  # the remedy
-    truncate_metrics(tmp_path / "metrics.jsonl", 0)
-    assert not [*tmp_path.iterdir()]
-
-
 def scalars(folder):
     """{tag: [(step, value)]}, by TensorBoard's own reader."""
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})

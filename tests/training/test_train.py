@@ -269,14 +269,3 @@ def test_garbage_is_collected_in_fixed_steps(run, monkeypatch):
     steps = [True, "collected", False, False, "collected", False, False, False, "collected", False]
     assert seen == [*steps, "unfrozen"]
     assert train.gc.isenabled()
-
-
-@pytest.mark.parametrize("users, set_to", [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, "None")])
-def test_segments_are_expandable_unless_the_user_has_set_the_variable(users, set_to, tmp_path):
-    """Before torch is imported, in whose place is a file that says so."""
-    said = "import os\nprint('set:', os.environ.get('PYTORCH_ALLOC_CONF'), flush=True)\nos._exit(0)\n"
-    (tmp_path / "torch.py").write_text(said)
-    env = {name: x for name, x in os.environ.items() if "ALLOC_CONF" not in name} | users
-    env["PYTHONPATH"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, env=env)
-    assert done.stdout == f"set: {set_to}\n", done.stderr
