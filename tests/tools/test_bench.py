@@ -117,17 +117,6 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
     assert said[-1] == "x B: 0.333 times as fast as x A (0.111 to 0.500)"
 
 
-def test_nothing_starts_before_the_block(tmp_path):
-    """A signal may come between the process and the block at whose end it is killed with all that it has started."""
-    early = training_process.Child(["touch", "early"], tmp_path)
-    early.process.communicate("")  # as if this process had ended
-    assert not (tmp_path / "early").exists()
-    with training_process.Child(["touch", "started"], tmp_path) as run:
-        run.start()
-        assert run.failure() == ""
-        assert (tmp_path / "started").exists()
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_child_ends_with_bench(number, tmp_path):

@@ -16,9 +16,8 @@ import pytest
 
 from configurator import parse
 from engine.config import Config
-from tests.helpers import ROOT, TINY, gone, losses, metrics, refused, until
+from tests.helpers import TINY, gone, losses, metrics, refused, until
 from tests.ranks import begin, start
-from tests.test_imports import MODULE, imports
 from tools.compare import table as compare_table
 from tools.compare import trainings as compare
 from tools.compare.__main__ import main
@@ -218,14 +217,6 @@ def test_a_training_that_would_start_as_the_others_end(fake, monkeypatch):
     child.start.assert_not_called()
 
 
-def test_the_flags_of_a_training(fake):
-    """It saves ten times, so that a resume repeats little. Flags of --run win over that, and none over the seed."""
-    (run,) = runs(fake, "--eval_iters=7", texts=["--keep_last=3"], common="--max_iters=200")
-    cfg = parse(Config, run.arguments(2))
-    assert (cfg.save_interval, cfg.log_interval, cfg.eval_interval, cfg.keep_last) == (20, 2, 0, 3)
-    assert (cfg.eval_iters, cfg.seed, cfg.out_dir) == (7, 2, str(run.folder(2)))
-
-
 def compared(folder: Path, argv: list[str]):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     compare.ROOT = folder
@@ -307,17 +298,6 @@ def test_other_tasks_have_no_difference(fake, more_data):
     assert fake(runs=(f"{masked}0.3", f"{masked}0.3 --n_layer=1", *others)) == 0
     assert [row[7] == "-" for row in rows(fake)] == [True, False, True, True, True]
     assert compare_table.figure([None, None], 4) == "-"  # bits per byte of a masked model
-
-
-def test_the_code_is_all_that_train_py_can_import():
-    """The hash covers what train.py imports, directly or not, and all of engine/ and its packages."""
-    ours = set()
-    new = {"train"}
-    while new:
-        ours |= new
-        new = {each for name in new for each in imports(name) & MODULE.keys()} - ours
-    assert {"model", "ops", "data.loader", "engine.parallel.sharded", "engine.checkpoint.file_format"} <= ours
-    assert {MODULE[name] for name in ours} | {*ROOT.glob("engine/**/*.py")} <= set(compare.CODE)
 
 
 # ---- --match

@@ -6,7 +6,6 @@ import torch
 import model as M
 from data.tokenizer import ByteTokenizer, CharTokenizer
 from engine import weights
-from tests.data.test_pairs import prepared
 from tests.helpers import refused
 from tests.models import build
 from tests.tools.test_contextual import sharp, text
@@ -111,15 +110,6 @@ def test_units_have_the_names_of_what_is_read(run, capsys):
         assert f"layer 1, {title}: {len(units)} units, which together promote " in lines[0]
         assert [line.split("  ")[0] for line in lines[2:]] == units
         assert not any("nan" in line for line in lines)  # in attn2, nothing may pass the relu
-
-
-def test_a_model_of_pairs_reads_end_of_text_where_it_did_in_training(run, tmp_path, capsys):
-    flags = [f"--dataset={prepared(tmp_path)}", "--objective=seq2seq", "--block_size=24"]
-    out = run(*SHORT, *flags, out="run")
-    capsys.readouterr()
-    lines = output(capsys, f"--out_dir={out}", "--start=b", "--source=one", "--reader=cross")
-    assert "head 0, query 1 'b': 4 units" in lines[0]
-    assert [line.split("  ")[0] for line in lines[2:]] == ["0 'o'", "1 'n'", "2 'e'", "3 '<|endoftext|>'"]
 
 
 def row(width: int, unit: lens.Unit) -> str:

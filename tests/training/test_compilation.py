@@ -4,7 +4,6 @@ import os
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,7 +19,6 @@ from engine.parallel import compilation
 from engine.parallel import ranks as parallel
 from engine.parallel.compilation import choose_folder, kind_of_kernels, settle, try_compiler
 from engine.parallel.recomputation import recompute
-from engine.parallel.sharded import ShardedModel
 from model import Block, Model, ModelConfig, Stack
 from tests.families import FAMILIES
 from tests.helpers import TINY, losses, state_of, steps_of
@@ -229,18 +227,6 @@ def test_a_stack_can_be_one_graph(kind, block, more):
     assert len(graphs) == 2  # of both kinds of blocks, or of both stacks
 
 
-def test_ddp_does_not_cut_a_block(pretended):
-    """Each has two buckets of DDP."""
-    cfg = parse(Config, [*TINY, "--n_embd=256", "--vocab_size=11", "--gradient_accumulation_steps=4"])
-    idx = torch.zeros(4, 16, dtype=torch.int64)
-    with noting_graphs(Counter()) as graphs:
-        sharded = ShardedModel(cfg, replace(parallel.join(cfg), compile=True))
-        assert isinstance(sharded.forward_model, torch.nn.parallel.DistributedDataParallel)
-        sharded.init_weights(1)
-        sharded.forward_model(idx, idx)
-    assert len(graphs) == 1
-
-
 def test_the_folder_of_the_kernels(tmp_path, monkeypatch):
     """In the user's cache, or where the user has chosen."""
     monkeypatch.setattr(compilation, "CHOSEN", None)
@@ -248,10 +234,6 @@ def test_the_folder_of_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     choose_folder()
     assert os.environ[compilation.FOLDER] == str(tmp_path / "superblock" / "inductor" / kind_of_kernels())
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    choose_folder()
-    assert os.environ[compilation.FOLDER] == str(tmp_path / ".cache/superblock/inductor" / kind_of_kernels())
     monkeypatch.setattr(compilation, "CHOSEN", "mine")
     monkeypatch.setenv(compilation.FOLDER, "mine")
     choose_folder()

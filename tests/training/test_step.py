@@ -100,17 +100,14 @@ def test_products_are_in_the_dtype_of_the_flag(run, monkeypatch, flags):
     monkeypatch.setattr(ShardedModel, "backward", seen)
     with Operations(note):
         folder = run(*flags, "--dtype=bfloat16", "--optimizer=muon", "--max_iters=1", "--eval_interval=1")
-    prompt = "--start=the <mask>" if "--objective=seq2seq" in flags else "--start=the"
     assert taken == {torch.bfloat16}
     assert kept == {torch.float32}
-    taken.clear()
-    with Operations(note):
-        sample.main([f"--out_dir={folder}", prompt, "--dtype=bfloat16", "--max_new_tokens=4", "--device=cpu"])
-    assert taken == {torch.bfloat16}
-    taken.clear()
-    with Operations(note):
-        evaluate.main([f"--out_dir={folder}", "--dtype=bfloat16", "--eval_iters=1", "--device=cpu"])
-    assert taken == {torch.bfloat16}
+    prompt = "--start=the <mask>" if "--objective=seq2seq" in flags else "--start=the"
+    for program, more in ((sample, [prompt, "--max_new_tokens=4"]), (evaluate, ["--eval_iters=1"])):
+        taken.clear()
+        with Operations(note):
+            program.main([f"--out_dir={folder}", "--dtype=bfloat16", "--device=cpu", *more])
+        assert taken == {torch.bfloat16}
 
 
 def weigh(monkeypatch, factor: Callable[[int], float]) -> SimpleNamespace:

@@ -1,12 +1,7 @@
 """The training loop against an uninterrupted run; what it hands to its parts."""
 
-import os
-import platform
 import re
-import resource
 import shutil
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -21,14 +16,14 @@ from configurator import parse
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import device, evaluation, weights
+from engine import evaluation, weights
 from engine.checkpoint import files as checkpoint
 from engine.config import Config
 from engine.evaluation import Evaluation
 from engine.parallel import compilation
 from engine.parallel import ranks as parallel
 from engine.plan import accounting
-from tests.helpers import ROOT, TINY, edit_state, figures, losses, metrics, refused, state_of, steps_of
+from tests.helpers import TINY, edit_state, figures, losses, metrics, refused, state_of, steps_of
 from tests.ranks import command, launch, train_main
 
 ALONE = parallel.Ranks(0, 1, torch.device("cpu"), torch.float32, False)
@@ -166,16 +161,6 @@ def test_a_home_folder_is_found(run, tiny_data, tmp_path, monkeypatch):
     assert checkpoint.find(tmp_path / "here").name == "step_00000003"
 
 
-def test_packages_of_our_folders_names_change_nothing(tmp_path):
-    for name in ("data", "engine", "tools"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    command = [sys.executable, "data/pycode/prepare.py", "--help"]
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=env, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_finished_run_and_eval_only_change_nothing(run, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(compilation, "works", lambda ranks: ranks.compile)  # which takes seconds
     monkeypatch.setattr(model.Block, "compile", lambda *_, **__: None)
@@ -225,35 +210,6 @@ def test_a_schedule_that_moves_is_announced(run, capsys):
     assert "end of the schedule" not in capsys.readouterr().out
     run("--max_iters=2", out="short")
     assert "warning: warmup_iters=5 is not over at max_iters=2; lower it" in capsys.readouterr().out
-
-
-def test_a_run_imports_nothing_that_it_does_not_need(tiny_data, tmp_path):
-    """With Muon, beside which AdamW runs. Compilers and libraries of tokenizers cost a second or two each."""
-    heavy = "tiktoken tokenizers torch._dynamo torch._inductor datasets"
-    flags = [*TINY, f"--dataset={tiny_data}", f"--out_dir={tmp_path}", "--max_iters=2", "--warmup_iters=1"]
-    code = f"import sys, sample, train; train.main({[*flags, '--optimizer=muon']!r})"
-    code += f"; print('heavy:', [m for m in {heavy.split()!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("heavy: []\n"), done.stdout
-
-
-def count_page_faults():
-    """Those of the last three of many tensors of 36 MiB, of 9,216 pages each, before and after the call."""
-    counts = []
-    for call in (lambda: None, device.keep_freed_memory):
-        call()
-        for n in (20, 3):
-            start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            for _ in range(n):
-                torch.ones(9 * 2**20)
-        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start)
-    before, after = counts
-    assert before > 10_000 and after < 1000, counts
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns freed tensors to the system")
-def test_freed_memory_is_kept(tmp_path):
-    launch(1, count_page_faults, tmp_path)
 
 
 def test_garbage_is_collected_in_fixed_steps(run, monkeypatch):
