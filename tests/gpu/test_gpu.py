@@ -1,5 +1,5 @@
 """What a device computes, against float64 on the CPU: attention, models, losses, optimizers, compiled runs, FSDP,
-layouts, checkpoints and sampling.
+layouts, checkpoints and decoding.
 
     python -m pytest -m gpu --device=cuda     # on a machine with a GPU; make gpu also measures the speed
     python -m pytest -m gpu                   # on this CPU: a rehearsal, most of which is in make test

@@ -44,7 +44,6 @@ TOO_MUCH = [  # flags, and what the line must name
     (["--block=c.own_slots", "--n_slot=2e9"], ["n_slot=2000000000 (command line)"]),
     (["--n_layer=40", "--n_embd=16384"], ["n_embd=16384 (command line)"]),
     (["--batch_size=2e9"], ["batch_size=2000000000 (command line): needs at least ", "make it smaller"]),
-    (["--batch_size=2e9", "--eval_only=True"], ["batch_size=2000000000 (command line)"]),
     (["--n_embd=2**31-2"], ["Storage size calculation overflowed; lower --batch_size"]),
 ]
 

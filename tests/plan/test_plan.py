@@ -137,9 +137,6 @@ def backward(rank: ShardedModel, cfg: Config):
     rank.backward(repeat(batch_of(cfg)), steps, torch.amp.GradScaler("cpu", enabled=False))
 
 
-# ---- What stays, and what is sent
-
-
 @pytest.mark.parametrize("flags", LAYOUTS, ids=str)
 def test_states_and_traffic_are_those_of_training(flags):
     """Of whatever ShardedModel and the optimizers do with groups of pretended ranks, by the sizes of the groups."""
@@ -198,9 +195,6 @@ def test_traffic_of_a_pipeline_by_hand():
     assert p.traffic["pp"] == 2 * 8 * 2 * 32 * 64 * 4
 
 
-# ---- What comes and goes
-
-
 def most_allocated(f) -> int:
     """The most bytes at once of what is allocated inside f()."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -237,7 +231,6 @@ NARROW = {"dtype": "bfloat16", "fp32_residual": False, "n_layer": 2, "batch_size
     {"activation_checkpoint": "full", "block": "superblock", "mlp": "swiglu"},
     {"window": 32, "window_pattern": "SLL"},
     {"attn_softcap": 20.0, "conv": 4},
-    {"doc_mask": True},
     {"doc_mask": True, "conv": 8},
     {"objective": "seq2seq"},
     {"n_expert": 4},
@@ -321,9 +314,6 @@ def test_the_stage_that_keeps_most_is_planned():
     assert kept[0] == kept[1]
 
 
-# ---- Time
-
-
 def test_time_by_hand():
     """6 FLOPs per weight and token and 12 T C per layer and token; thrice instead of twice a block's forward."""
     tokens = 16 * 2 * 32
@@ -364,9 +354,6 @@ def test_bandwidth(kind, cards, flags):
     """NVLink inside of a node; between nodes as many cards as the group has ranks there, but in an all-to-all one."""
     p = plan.Plan(config(**{"parallel": "fsdp", "world_size": 16} | flags))
     assert p.bandwidth(kind) == pytest.approx(0.8 * 50e9 * cards)
-
-
-# ---- Large models and words
 
 
 def test_a_large_model_takes_seconds_and_no_memory():

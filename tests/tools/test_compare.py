@@ -86,9 +86,6 @@ def fake(tmp_path, tiny_data, monkeypatch):
     return Fake(tmp_path, tiny_data)
 
 
-# ---- options
-
-
 def test_wrong_options(fake, monkeypatch, capfd):
     monkeypatch.setattr(compare, "Child", lambda *_: pytest.fail("a training was started"))
     for flags, words in (
@@ -116,9 +113,6 @@ def test_wrong_options(fake, monkeypatch, capfd):
     assert "compare.json is damaged (" in refused(main, fake.line(), capfd)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "WORLD_SIZE is set; start tools.compare without" in refused(main, fake.line(), capfd)
-
-
-# ---- trainings
 
 
 def rows(fake: Fake) -> list[list[str]]:
@@ -300,9 +294,6 @@ def test_other_tasks_have_no_difference(fake, more_data):
     assert compare_table.figure([None, None], 4) == "-"  # bits per byte of a masked model
 
 
-# ---- --match
-
-
 def runs(fake, *flags: str, texts: list[str], common: str = "") -> list[compare.Run]:
     """The runs as --match has adapted them."""
     options = parse(compare.CompareConfig, [f"{fake.common} {common}", f"--out={fake.out}", *flags])
@@ -402,9 +393,6 @@ def test_match_seconds(fake, monkeypatch, capfd):
     assert again.changed == second.changed
 
 
-# ---- intervals
-
-
 def test_interval_by_hand():
     assert compare_table.interval([0.5]) == "+0.5000 (n = 1)"
     # deviation sqrt(0.02), divided by sqrt(2); variance 10 / 4
@@ -420,9 +408,6 @@ def test_quantiles_of_students_t():
         area = (density[0] + density[-1] + 4 * sum(density[1:-1:2]) + 2 * sum(density[2:-1:2])) * end / n / 3
         scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
         assert scale * area == pytest.approx(0.475, abs=1e-4), freedom
-
-
-# ---- the real train.py
 
 
 def test_a_real_training(tiny_data, tmp_path, run, monkeypatch):

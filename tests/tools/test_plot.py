@@ -121,7 +121,6 @@ def test_seeds_are_one_line_with_a_band(make, picture):
     of_seeds = "block=standard, training loss, mean and range of 3 runs"
     assert legend(figure) == [of_seeds, "block=parallel, training loss"]
     assert legend(picture(*runs[:3])) == ["training loss, mean and range of 3 runs"]
-    assert legend(picture(runs[0], runs[0])) == ["training loss"]
 
 
 def test_the_legend_has_the_flags_that_differ(make, picture):

@@ -1,11 +1,9 @@
 """Which runs are compiled on a CPU, where their kernels are kept, and how a run goes on without a compiler."""
 
 import os
-import sys
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial, partialmethod
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -238,21 +236,3 @@ def test_the_folder_of_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv(compilation.FOLDER, "mine")
     choose_folder()
     assert os.environ[compilation.FOLDER] == "mine"
-
-
-def test_kernels_of_other_machines_are_kept_apart(monkeypatch):
-    """Those for other instructions, another setting of ATEN_CPU_CAPABILITY, another version of torch or of Python."""
-    names = {kind_of_kernels()}
-    read = Path.read_text
-    for change in (
-        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
-        lambda patch: patch.setattr(torch, "__version__", "9.9.9"),
-        lambda patch: patch.setattr(sys.implementation, "cache_tag", "cpython-99"),
-        lambda patch: patch.setattr(Path, "read_text", lambda path: read(path) + "flags\t: amx_new\n"),
-    ):
-        with monkeypatch.context() as patch:
-            change(patch)
-            names.add(kind_of_kernels())
-    assert len(names) == 5
-    assert names > {kind_of_kernels()}
-    assert all(not set(name) & set("/ \n") for name in names)

@@ -29,7 +29,6 @@ def tiny(**flags) -> Model:
     (dict(max_iters=100), {80: 1.0, 81: 0.955, 90: 0.55}),  # cool-down over the last fifth
     (dict(max_iters=100, lr_decay_iters=50), {40: 1.0, 41: 0.91, 45: 0.55}),  # of the schedule
     (dict(warmup_iters=0, max_iters=1), {0: 1.0}),
-    (dict(max_iters=10), {10: 0.1}),
     (dict(schedule="cosine", warmup_iters=0, max_iters=1), {0: 1.0}),
     (dict(schedule="cosine", max_iters=10), {10: 0.1}),
 ], ids=str)  # fmt: skip

@@ -15,9 +15,7 @@ from tests.training.test_step import weigh
 
 
 def test_save_policy(run):
-    """Nothing is saved before the first step; with always_save_checkpoint=False, only what improves."""
-    folder = run("--max_iters=4", "--eval_interval=2", "--keep_last=9", out="always")
-    assert sorted(p.name for p in folder.glob("step_*")) == ["step_00000002", "step_00000004"]
+    """With always_save_checkpoint=False, only what improves is saved at an evaluation."""
     still = ["--learning_rate=0", "--min_lr=0", "--always_save_checkpoint=False"]
     folder = run("--max_iters=10", "--eval_interval=5", "--save_interval=3", "--keep_last=3", *still)
     steps = sorted(int(p.name[5:]) for p in folder.glob("step_*"))

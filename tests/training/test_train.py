@@ -198,30 +198,3 @@ def test_the_batch_grows(run, tmp_path, capsys):
     for wrong in ("8", "0:5", "2:9,3:9", "2:9,3:4", "2:9,", "a:1"):
         line = refused(lambda flags: run(*flags), [f"--batch_ramp={wrong}"], capsys)
         assert f"batch_ramp={wrong!r} (command line)" in line
-
-
-def test_a_schedule_that_moves_is_announced(run, capsys):
-    run("--max_iters=6")
-    flags = ["--init_from=resume", "--max_iters=7"]
-    run(*flags)
-    said = capsys.readouterr().out
-    assert "max_iters=7 moves the end of the schedule, which was 6; --lr_decay_iters=6 keeps the old schedule" in said
-    run(*flags, "--max_iters=8", "--lr_decay_iters=7")
-    assert "end of the schedule" not in capsys.readouterr().out
-    run("--max_iters=2", out="short")
-    assert "warning: warmup_iters=5 is not over at max_iters=2; lower it" in capsys.readouterr().out
-
-
-def test_garbage_is_collected_in_fixed_steps(run, monkeypatch):
-    """After steps 1, 3 and 6, and never in between; the process has its collector back afterwards."""
-    seen = []
-    collect = train.gc.collect
-    step = train.Run.train_step
-    monkeypatch.setattr(train, "COLLECT", 3)
-    monkeypatch.setattr(train.gc, "collect", lambda: seen.append("collected") or collect())
-    monkeypatch.setattr(train.Run, "train_step", lambda r, lr: seen.append(train.gc.isenabled()) or step(r, lr))
-    monkeypatch.setattr(train.gc, "unfreeze", lambda: seen.append("unfrozen"))
-    run("--max_iters=7", "--eval_interval=0")
-    steps = [True, "collected", False, False, "collected", False, False, False, "collected", False]
-    assert seen == [*steps, "unfrozen"]
-    assert train.gc.isenabled()
