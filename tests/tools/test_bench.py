@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from data.lock import locked
 from engine import optim
 from engine.parallel import ranks as parallel
 from engine.parallel.sharded import ShardedModel
@@ -115,6 +116,28 @@ def test_ratios_are_the_median_and_the_range_of_the_rounds(monkeypatch, capfd):
     bench.compare([Path("x")], [("A", ["a"]), ("B", ["b"])], rounds=3)
     said = capfd.readouterr().out.splitlines()
     assert said[-1] == "x B: 0.333 times as fast as x A (0.111 to 0.500)"
+
+
+def test_what_a_killed_timing_has_left_goes_with_the_next_one(tmp_path, monkeypatch):
+    """The folder of one that still runs, whose lock is held, stays."""
+    monkeypatch.setattr(training_process, "TEMPORARY", tmp_path / "of-bench-")
+    for name in ("of-bench-01234567", "of-bench-abcdefgh"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+    with locked(tmp_path / "of-bench-abcdefgh", "dir"):
+        training_process.measure(checkout(tmp_path / "there"), [])
+    assert {path.name for path in tmp_path.iterdir()} == {"of-bench-abcdefgh", "there"}
+
+
+def test_nothing_starts_before_the_block(tmp_path):
+    """A signal may come between the process and the block at whose end it is killed with all that it has started."""
+    early = training_process.Child(["touch", "early"], tmp_path)
+    early.process.communicate("")  # as if this process had ended
+    assert not (tmp_path / "early").exists()
+    with training_process.Child(["touch", "started"], tmp_path) as run:
+        run.start()
+        assert run.failure() == ""
+        assert (tmp_path / "started").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
