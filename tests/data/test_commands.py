@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from configurator import parse
-from data import command, corpus, dataset
+from data import command, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
 from engine.config import Config
@@ -55,16 +55,6 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     code, _, err = call(name, *flags)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "; " in err, err
     assert all(word in err for word in words) and sorted(os.listdir()) == before, err
-
-
-def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
-    """And not one for each CPU of the machine, as where Slurm gives a job two of them."""
-    seen = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
-    monkeypatch.setattr(corpus, "prepare", lambda args, files: seen.append(args.threads))
-    (tmp_path / "a.txt").write_text("text")
-    assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0
-    assert seen == [3]
 
 
 def test_all_that_a_preparation_prints(call, tmp_path, monkeypatch):
@@ -112,14 +102,6 @@ def test_a_stdout_that_fails_loses_nothing(tmp_path):
     assert code == 2
     assert err.startswith("error: stdout: No space left on device; ")
     assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
-
-
-def test_names_that_are_no_text(tmp_path):
-    (tmp_path / "a.txt").write_text("some words\n" * 30)
-    program = ["data/text/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/\udcff out", "--tokenizer=byte"]
-    assert ranks.command(program, tmp_path, stdout=tmp_path / "said") == (0, "")
-    assert "\\udcff out" in (tmp_path / "said").read_text()
-    assert os.path.exists(os.fsencode(tmp_path) + b"/\xff out/meta.json")
 
 
 def huge(name: str):

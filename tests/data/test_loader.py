@@ -1,14 +1,10 @@
 """The order of the data in epochs, on ranks and after resumes, compared with the oracle's."""
 
-import os
-import re
-import struct
 import time
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.dataset import TokenStream, open_data
+from data.dataset import TokenStream
 from data.loader import Loader, blending_indices, eval_batches, order
 from data.objective import OBJECTIVE, Causal, Objective
 from tests import oracle
@@ -57,14 +53,6 @@ def test_each_epoch_visits_each_window_once(n, seed, epoch):
     assert sorted(windows.tolist()) == list(range(n))
 
 
-def test_idx_and_targets_are_views_of_one_buffer_that_stays():
-    with closing(Loader(stream_of(1000), causal(16), 4)) as loader:
-        held = [next(loader) for _ in range(20)]
-    places = [[x.untyped_storage().data_ptr() for x in batch.values()] for batch in held]
-    assert all(x == y for x, y in places)
-    assert len({x for x, _ in places}) == 20
-
-
 def test_works_ahead_but_not_far(monkeypatch):
     stream = stream_of(500)
     reads = []
@@ -90,22 +78,6 @@ def test_an_id_outside_the_vocabulary_reaches_no_batch(last):
         assert not loader._thread.is_alive()
 
 
-def test_an_evaluation_needs_no_list_of_all_windows(monkeypatch):
-    stream = TokenStream("endless", [], 10, [("endless", 8 * 10**15 + 1, 1)])
-    starts = set()
-
-    def read(stream, start, end):
-        assert start % 8 == 0
-        assert end - start == 9
-        assert start < 8 * 10**15
-        starts.add(start)
-        return np.full(9, 7)
-
-    monkeypatch.setattr(TokenStream, "read", read)
-    assert len(list(eval_batches(stream, causal(8), 3, n_batches=2))) == 2
-    assert len(starts) == 6
-
-
 def test_too_short_for_one_window():
     for make in Loader, lambda *args: next(eval_batches(*args)):
         for n in 1, 8:
@@ -113,43 +85,6 @@ def test_too_short_for_one_window():
             assert words in error(make, stream_of(n), causal(8), 1)
     words = "1 of mixed has 8 tokens, too few for block_size=8; pass"
     assert error(Loader, mixture_of([20, 8], [1, 1]), causal(8), 1).startswith(words)
-
-
-def resident(kind: str) -> int:
-    """kB of RssAnon, the process's own pages, or of RssFile, the pages of mapped files."""
-    return int(re.search(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
-def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
-    """A file that is sparse except for the first token of each window that the test reads, which are from all over."""
-    size = 5 * 2**31
-    T = 1024
-    B = 64
-    n = 40
-    windows = order(np.arange(n * B), (size - 1) // T, 3)
-    file = tmp_path / "train.bin"
-    with open(file, "wb") as f:
-        f.truncate(2 * size)
-        for sample, window in enumerate(windows.tolist()):
-            os.pwrite(f.fileno(), struct.pack("<H", sample + 1), 2 * window * T)
-    stream = open_data(tmp_path, vocab_size=65536).split("train")
-    assert len(stream) == size
-    start = time.process_time()
-    memory = []
-    with closing(Loader(stream, causal(T), B, seed=3)) as loader:
-        for i in range(n):
-            batch = next(loader)["idx"]
-            assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1))
-            assert not batch[:, 1:].any()
-            memory.append((resident("RssAnon"), resident("RssFile")))
-    # The first batches allocate the memory that all later ones reuse. The pages of the later ones are 8,960 kB; a map
-    # would load fifteen more pages with each.
-    own, mapped = (after - before for before, after in zip(memory[4], memory[-1], strict=True))
-    assert own < 64_000
-    assert mapped < 4000
-    assert time.process_time() - start < 5  # reading ahead takes tens of seconds
-    file.unlink()  # at once, because some tools would write the holes out
 
 
 def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import evaluate
 from data.corpus import prepare
 from data.dataset import open_data
-from data.tokenizer import HFTokenizer
 from tests.data.preparing import args, validates
 from tests.data.test_hf_tokenizer import sentencepiece
 from tests.helpers import metrics
@@ -96,25 +95,3 @@ def test_bits_per_byte_are_those_of_the_text(tmp_path, run, capsys):
     said = capsys.readouterr()
     assert json.loads(said.out)["bits_per_byte"] is None
     assert "data val may lack text; prepare it again, which counts it" in said.err
-
-
-def test_data_of_older_versions_and_mixtures(tmp_path):
-    """Those of a tokenizer that loses nothing have bits per byte as before."""
-    folders = {name: prepared(tmp_path / name, lossy("bpe")) for name in ("a", "b")}
-    lost = [open_data(folder).split("val").lost for folder in folders.values()]
-    mixture = ",".join(f"{folder}:1" for folder in folders.values())
-    assert open_data(mixture).split("val").lost == sum(lost) > 0
-    without_record(folders["b"])
-    assert math.isnan(open_data(mixture).split("val").lost)
-    exact = prepared(tmp_path / "exact", sentencepiece(True))
-    without_record(exact)
-    assert open_data(exact).split("val").lost == 0
-
-
-def test_bytes_of_a_token():
-    """Those without a text have none, also in a vocabulary without letters."""
-    words = Tokenizer(models.WordLevel({"C": 0, "AG": 1, "</s>": 2}))
-    words.decoder = decoders.Fuse()
-    for each, lengths in ((lossy("bpe"), [0, 0, 1, 1, 1, 1]), (words, [1, 2, 0])):
-        tokenizer = HFTokenizer(each.to_str().encode(), {"eos_token": "</s>"}, "x")
-        assert tokenizer.byte_lengths.tolist() == lengths

@@ -299,12 +299,6 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
         refused(train.main, [*flags, *more.split()], capsys, [words])
 
 
-@pytest.mark.parametrize("pos, anew", [("learned", True), ("sinusoidal", True), ("rope", False)])
-def test_where_a_pair_lies_changes_nothing(tmp_path, pos, anew):
-    """Places in a window are counted from each pair's beginning; RoPE sees their differences alone."""
-    assert opened(prepared(tmp_path), block_size=24, pos=pos)[2].doc_positions == anew
-
-
 def test_pairs_false_trains_on_all_tokens(tmp_path):
     stream, objective, cfg = opened(prepared(tmp_path), block_size=16, pairs=False)
     first = rows_of(eval_batches(stream, objective, 1))[0]
@@ -358,14 +352,6 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     written, greedy = {"causal": ("cdeCDE\n", ["--temperature=0"]), "seq2seq": ("CDE\n", [])}[name]  # a default
     sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *greedy])
     assert capsys.readouterr().out == written
-
-
-def test_a_model_of_pairs_is_evaluated_on_texts(translators, tiny_data, capsys):
-    """All their tokens are targets, as the new data say which are."""
-    evaluate.main([f"--out_dir={translators / 'causal'}", f"--dataset={tiny_data}", "--device=cpu", "--json=True"])
-    found = json.loads(capsys.readouterr().out)
-    windows = (len(open_data(tiny_data).split("val")) - 1) // 24
-    assert found["tokens"] == windows * 24
 
 
 def test_a_model_of_texts_is_evaluated_on_pairs(tmp_path, tiny_data, capsys):

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 from unittest.mock import Mock
@@ -12,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -29,9 +27,6 @@ MIXED = (
     "'s I'LL it's they'll \x00\xa0\u3000 "
 )
 BPE = train_bpe(SOURCES, 1000)
-HF = ByteLevelBPETokenizer(add_prefix_space=False)  # split, alphabet, training and encoding by Hugging Face
-HF.train_from_iterator(SOURCES, 999, min_frequency=2, show_progress=False)
-HF_BYTES = {i: bytes(LETTERS[c] for c in token) for token, i in HF.get_vocab().items()}
 ANY_CHARACTER = st.characters() | st.characters(categories=["Cs"])  # lone surrogates too
 
 
@@ -46,6 +41,7 @@ def test_char_ids_are_nanogpts(text):
     assert tok.encode(text).tolist() == [table[c] for c in text]
     assert tok.decode(tok.encode(text)) == text
     assert tok.vocab_size == len(table)
+    assert tok.byte_lengths[tok.encode(text)].sum() == len(text.encode())
     assert tok.eot is None
     assert r"vocabulary lacks characters of the text, such as '\udcff'; leave" in error(tok.encode, text + "\udcff")
 
@@ -68,15 +64,6 @@ def test_lone_surrogates_never_crash_and_print(text):
     assert len(char.encode(text)) == len(text)
     char.decode(char.encode(text)).encode()
     assert BPE.decode(BPE.encode(text)) == repaired(text)
-
-
-@given(st.text(min_size=1))
-@settings(max_examples=50)
-def test_byte_lengths_count_the_text(text):
-    for tok in (ByteTokenizer(), CharTokenizer(text), BPE):
-        assert tok.byte_lengths.shape == (tok.vocab_size,)
-        assert tok.byte_lengths[tok.encode(text)].sum() == len(text.encode())
-        assert tok.eot is None or tok.byte_lengths[tok.eot] == 0
 
 
 @pytest.fixture
@@ -142,27 +129,11 @@ def test_letters_of_bytes_and_the_vocabulary_are_those_of_hugging_face():
     assert sorted(LETTERS.values()) == list(range(256))
     [(shown, _)] = level.pre_tokenize_str("".join(map(chr, range(0x800))))
     assert bytes(LETTERS[c] for c in shown) == "".join(map(chr, range(0x800))).encode()
-    assert [BPE.token_bytes[i] for i in range(1000) if i != BPE.eot] == [HF_BYTES[i] for i in range(999)]
+    theirs = ByteLevelBPETokenizer(add_prefix_space=False)  # split, alphabet and training by Hugging Face
+    theirs.train_from_iterator(SOURCES, 999, min_frequency=2, show_progress=False)
+    ids = {i: bytes(LETTERS[c] for c in token) for token, i in theirs.get_vocab().items()}
+    assert [BPE.token_bytes[i] for i in range(1000) if i != BPE.eot] == [ids[i] for i in range(999)]
     assert (BPE.vocab_size, BPE.token_bytes[BPE.eot], BPE.byte_lengths[BPE.eot]) == (1000, b"<|endoftext|>", 0)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(list(" \n\t'sdtl0self<|>")), max_size=40))
-@example("".join(SOURCES) + MIXED)
-def test_bpe_encodes_as_hugging_face(text):
-    ids = BPE.encode(text)
-    assert [BPE.token_bytes[i] for i in ids] == [HF_BYTES[i] for i in HF.encode(text).ids]
-    assert ids.dtype == np.int64
-    assert BPE.eot not in ids
-    assert BPE.decode(ids) == text
-
-
-def test_the_same_text_always_gives_the_same_ids():
-    assert train_bpe(iter(SOURCES), 1000).content == BPE.content
-    code = "import json, sys; from data.tokenizer import train_bpe; print(train_bpe(json.load(sys.stdin), 1000).hash)"
-    env = os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=json.dumps(SOURCES), cwd=ROOT, capture_output=True, text=True, env=env)
-    assert done.stdout.strip() == BPE.hash
 
 
 def test_bpe_larger_than_the_text_supports():
