@@ -92,8 +92,7 @@ def test_defaults_are_nanogpts():
     assert (cfg.beta1, cfg.beta2, cfg.grad_clip, cfg.warmup_iters, cfg.min_lr) == (0.9, 0.95, 1.0, 2000, 6e-5)
 
 
-ARITHMETIC = ["2 ** 10", "2 ** -1 * 4", "-2 ** 2 + 10", "2 ** 3 ** 2", "7 // 2 * 2 - 5 % 3", "-7 // 2 + 20", "-7 % 3"]
-ARITHMETIC += ["1_000", "0x10", "True + 1", "+(3 - -4) * 2", "10 - 3 - 2", "2 * (1 + 1) / 0.5"]
+ARITHMETIC = ["2 ** -1 * 4", "-2 ** 2 + 10", "2 ** 3 ** 2", "-7 // 2 + 20", "-7 % 3", "0x10", "+(3 - -4) * 2 / 0.5"]
 
 
 @pytest.mark.parametrize("text", ARITHMETIC)
@@ -106,14 +105,9 @@ def test_arithmetic_equals_python(tmp_path, text):
 
 @pytest.mark.parametrize("argument, name, value", [
     ("--start=def main(", "start", "def main("),
-    ("--start=", "start", ""),
     ("--start='a\\n'", "start", "'a\\n'"),
-    ('--start="I came." "I saw."', "start", '"I came." "I saw."'),
-    ("--start='", "start", "'"),
     ("--num_samples=1e3", "num_samples", 1000),
-    ("--num_samples=-3", "num_samples", -3),
     ("--temperature=.5e-1", "temperature", 0.05),
-    ("--top_k=all", "top_k", "all"),
     ("--fast=false", "fast", False),
     ("--fast=auto", "fast", "auto"),
 ])  # fmt: skip
@@ -162,17 +156,13 @@ def test_last_decay_lr_counts(tmp_path):
 
 COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in test_errors.py
     ("--learning-rate=3", ["learning-rate=3 (command line)", "no such flag", "nearest is learning_rate"]),
-    ("--lr=1e-3", ["lr=0.001", "nearest is learning_rate"]),
-    ("--zzzzqqq=3", ["zzzzqqq=3", "--help"]),
     ("out/x", ["out/x: no such config file", "--out_dir=out/x"]),
-    ("train_pycode.py", ["no such config file; the nearest is config/train_pycode.py"]),
     ("--n_head=5 --n_embd=764", ["n_embd=764 (command line)", "n_head=5 (command line)", "such as 770,"]),
     ("--batch_size=64.5", ["batch_size=64.5 (command line)", "expected int, such as 12"]),
     ("--batch_size=" + "(" * 250 + "1", ["batch_size='(((", "expected int"]),
     ("--batch_size 32", ["--batch_size (command line)", "--name=value"]),
     ("batch_size=32", ["batch_size=32", "--name=value"]),
     ("--eval_only=1", ["eval_only=1 (command line)", "expected True or False"]),
-    ("--compile=Tru", ["compile=Tru (command line)", "True or False or auto"]),
     ("--optimizer=a\nb", ["'a\\nb' (command line)", "adamw or muon"]),
     ("--muon_lr=0.1", ["muon_lr=0.1 (command line)", "optimizer=muon", "optimizer=adamw", "change optimizer"]),
     ("--pos=alibi --objective=masked", ["pos=alibi (command line)", "objective=masked", "retired"]),
@@ -180,7 +170,7 @@ COMMAND_LINE_MISTAKES = [  # flags, and what the line must name; others are in t
     ("--min_lr=1e-3", ["min_lr=0.001 (command line)", "learning_rate=0.0006", "a tenth is usual"]),
     ("--warmup_iters=7 --max_iters=9 --lr_decay_iters=5", ["warmup_iters=7 (", "lr_decay_iters=5 (", "set warmup"]),
 ]
-NO_FLOAT = {"nan": "nan", "1e999": "inf", "10**999": "'10**999'", "1/0": "'1/0'", "9007199254740993": "90071992547409"}
+NO_FLOAT = {"nan": "nan", "10**999": "'10**999'", "1/0": "'1/0'", "9007199254740993": "90071992547409"}
 COMMAND_LINE_MISTAKES += [(f"--beta1={text}", [f"beta1={shown}", "expected float"]) for text, shown in NO_FLOAT.items()]
 
 
@@ -201,15 +191,11 @@ def test_mistakes_on_the_command_line(flags, fragments):
 
 FILE_MISTAKES = [
     ("import time", ":1: import time", "name = value"),
-    ("\n\nseed = time.time()", ":3: time.time()", "literal or arithmetic"),
-    ("seed = log_interval = 3", ":1: seed = log_interval = 3", "name = value"),
     ("out_dir = '%99999999d' % 1", ":1: '%99999999d' % 1", "literal or arithmetic"),
     ("lr_decay_iters = max_iters", ":1: max_iters is not set earlier in this file", "literal or arithmetic"),
     ("seed = 9**9**9", ":1: ", "too large"),
     ("learning_rate = (-8) ** 0.5", ":1)", "expected float"),
-    ("seed = 0**-1", ":1: ", "negative power"),
     ("n_l\u0430yer = 2", "no such flag", "nearest is n_layer"),
-    ("n_layer = True", "n_layer=True", "expected int"),
     ("# x\n\nseed = (3", ":3: ", "name = value"),
     ("seed = " + "(" * 500 + "1" + ")" * 500, ":1: ", ""),
     ("# x\n\nbatch_size = -5 * 2", "batch_size=-10 (", "must be >0"),
@@ -276,8 +262,7 @@ class Hacked(Config):
 @pytest.mark.parametrize("line", [
     "new: int = 0  # [poss=rope] what it does",
     "new: int = 0  # [pos=rope or posss=alibi] what it does",
-    "new: int = 0 # [poss = rope] what it does",
-    "new:int = 0  # [poss=rope] what it does",
+    "new:int = 0 # [poss = rope] what it does",
     "new: int = (\n        0  # [poss=rope] what it does\n    )",
     "new: int = 0  # what it does\n    # [poss=rope]",
 ])  # fmt: skip
@@ -294,14 +279,6 @@ def test_a_mistyped_rule_is_refused_and_blanks_in_a_rule_are_not(tmp_path, monke
     assert parse(hacked, ["--pos=rope"]).pos == "rope"
     assert "new=1 (command line): used only with pos=rope" in mistake(["--new=1"], hacked)
     assert "what it does" in documented(hacked)["new"].doc
-
-
-def test_flags_of_a_class_that_stands_in_no_file_are_refused():
-    """Its comments, which have the rules, cannot be read."""
-    names = {"__name__": "stdin"}
-    exec(RULES, names)
-    with pytest.raises(ValueError, match="the flags of Hacked are read from its source; write the class into a file"):
-        parse(names["Hacked"], [])
 
 
 @pytest.mark.parametrize("flag, others", [
@@ -359,8 +336,6 @@ def test_a_flag_of_a_file_that_the_command_line_leaves_without_effect_has_its_de
 ENCODER = {"objective": "seq2seq", "n_encoder_layer": 5}
 IDLE = [  # a flag, a value that has no effect beside others, a similar one that has, and what is said
     ("window", 64, {"block_size": 64}, 63, "no token is farther away than block_size=64"),
-    ("window", 100, {"block_size": 64}, 1, "no token is farther away than block_size=64"),
-    ("window_pattern", "SSSL", {"window": 5, "n_layer": 3}, "SSL", "it has more letters than the 3 layers"),
     (
         "window_pattern",
         "SSSSSL",
@@ -425,6 +400,7 @@ def test_retired_flags(tmp_path, monkeypatch):
     assert parse(Config, [str(path)]).n_layer == 3
     assert parse(Config, ["--old_idea=skip"]).n_layer == Config.n_layer
     assert resolve(Config, {}, {"old_idea": "skip"}, "out").n_layer == Config.n_layer
+    assert "this flag was retired; leave it out" in mistake(["--old_idea=skip"], SampleConfig)  # which trains nothing
     path.write_text("old_idea = 'roll'\n")
     for argument, shown in {
         str(path): f"old_idea=roll ({path}:1): this flag was retired",

@@ -190,14 +190,6 @@ def test_torchrun_says_it_once(tmp_path):
     assert 'train.py", line' not in said, said  # all but the first line are torchrun's own
 
 
-def test_a_rank_that_is_wrong_alone_speaks_too(monkeypatch, capsys, in_this_process):
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert "nope=1" in refused(train.main, ["--nope=1"], capsys)
-    assert waited == [20]
-
-
 def ended(main, *argv: str) -> int:
     with pytest.raises(SystemExit) as end:
         errors.command(partial(main, [*argv]))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import evaluate
 import sample
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from engine import retired, weights
+from engine import weights
 from engine.evaluation import Loss
 from engine.interchange.nanogpt import from_nanogpt
 from model import Model
@@ -231,12 +231,6 @@ def test_a_folder_of_hugging_face(figures, tmp_path, capsys):
     refused(evaluate.main, ["--device=cpu", where, f"--file={tmp_path / 'text.txt'}"], capsys, [said])
 
 
-def test_nothing_is_written(runs, capsys):
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-    evaluate.main([f"--out_dir={runs / 'causal'}", "--device=cpu"])
-    assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-
-
 def test_a_loss_without_a_perplexity(runs, figures, monkeypatch):
     monkeypatch.setattr(evaluate, "mean_loss", lambda *_: Loss(1000.0, None, 5, 0))
     assert figures(f"--out_dir={runs / 'causal'}")["perplexity"] is None
@@ -297,10 +291,3 @@ def test_a_loss_that_is_not_finite(runs, capsys, monkeypatch, nats):
     assert not out
     fact = f"error: the loss of {runs / 'causal'}/step_00000006 is {nats}, over 944 tokens"
     assert err == f"{fact}; use an earlier checkpoint\n"
-
-
-@pytest.mark.parametrize("command", [evaluate, sample])
-def test_a_retired_flag_is_refused_by_commands_that_do_not_train(command, runs, capsys, monkeypatch):
-    monkeypatch.setitem(retired.RETIRED, "old_idea", 0.5)
-    line = refused(command.main, [f"--out_dir={runs / 'causal'}", "--old_idea=0.5"], capsys)
-    assert "old_idea=0.5 (command line): this flag was retired; leave it out" in line

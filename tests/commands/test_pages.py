@@ -6,7 +6,6 @@ given with its default.
 """
 
 import ast
-import csv
 import itertools
 import re
 import runpy
@@ -271,16 +270,6 @@ def test_files_and_headings_exist(page):
         target = (page.parent / path).resolve() if path else page
         assert ROOT.resolve() in target.parents and target.exists(), link
         assert not anchor or anchor in headings(target), link
-
-
-def test_rows_of_what_was_tried_are_whole():
-    """Each row of docs/tried.csv names an experiment and has a figure, and a comma in a cell does not divide it."""
-    header, *rows = csv.reader((ROOT / "docs" / "tried.csv").open(encoding="utf-8"))
-    for row in rows:
-        assert len(row) == len(header), row
-        cells = dict(zip(header, row, strict=True))
-        assert cells["experiment"] and (cells["result"] or cells["difference"]), row
-        assert not cells["half-width"] or cells["difference"], row
 
 
 def test_the_flags_that_do_not_combine_are_those_of_the_table():

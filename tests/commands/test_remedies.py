@@ -1,6 +1,5 @@
 """What a refusal names as the remedy is typed, as the line says it, and works."""
 
-import json
 import os
 import re
 import resource
@@ -30,7 +29,6 @@ from engine.config import Config
 from engine.help import SYNONYMS
 from engine.interchange import __main__ as interchange
 from engine.interchange.huggingface import read_hf
-from sample import SampleConfig
 from tests.data.preparing import args, error, write_records
 from tests.helpers import TINY, refused
 
@@ -165,15 +163,6 @@ def test_a_message_without_a_text(tmp_path):
     prepared(CHAT[1:])
 
 
-def test_an_integer_of_5000_digits_in_a_field_that_is_not_read(tmp_path):
-    line = json.dumps({"text": "a", "id": 0}).replace("0", "7" * 5000)
-    (tmp_path / "a.jsonl").write_text(f"{line}\n")
-    assert [document.text for document in Source([str(tmp_path / "a.jsonl")]).read()] == ["a"]
-    message = error(list, Source([str(tmp_path / "a.jsonl")], column="id").read())
-    assert "id is 7777" in message
-    assert "pass another field" in message
-
-
 def test_a_pattern_in_a_folder_whose_name_has_brackets(tmp_path, monkeypatch):
     folder = tmp_path / "[data] v1"
     (folder / "deep").mkdir(parents=True)
@@ -261,13 +250,6 @@ def test_a_plan_is_of_gpus(remedy, capsys, in_this_process):
     assert "h100" in capsys.readouterr().out
 
 
-def test_a_short_plan_of_one_rank(capsys, in_this_process):
-    train.main([*PLAN, "--max_iters=100"])
-    text = capsys.readouterr().out
-    assert "traffic" not in text.partition("Assumed")[0]
-    assert 0 < float(re.search(r"max_iters=100: .* tokens in ([\d.e-]+) hours", text)[1]) < 0.1
-
-
 def test_what_a_changed_flag_of_a_run_was_set_by(trained, tmp_path, remedy, run):
     config = tmp_path / "mine.py"
     config.write_text("# deeper\nn_layer = 3\n")
@@ -275,9 +257,3 @@ def test_what_a_changed_flag_of_a_run_was_set_by(trained, tmp_path, remedy, run)
     resumed = [f"--out_dir={out}", "--init_from=resume", "--max_iters=3", "--lr_decay_iters=40"]
     remedy(train.main, [str(config), *resumed], rf"n_layer=3 \({config}:2\): differs from 2 in .*; (leave it out)")
     train.main(resumed)
-
-
-def test_what_sample_calls_otherwise():
-    for name, ours in {"max_tokens": "max_new_tokens", "topk": "top_k"}.items():
-        with pytest.raises(ValueError, match=f"the nearest is {ours}"):
-            parse(SampleConfig, [f"--{name}=3"])
