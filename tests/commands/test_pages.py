@@ -218,15 +218,6 @@ def test_every_command_can_be_typed():
     assert len(found) > 100
 
 
-@pytest.mark.parametrize("command", [
-    "python train.py --n_layers=2", "python train.py config/nothing.py", "python sample.py --temperature=hot",
-    "python -m tools.nothing", "python -m tools.compare --run=--n_layers=2", "make nothing", "pytest tests/nothing.py",
-])  # fmt: skip
-def test_a_command_that_cannot_be_typed_is_noticed(command):
-    with pytest.raises((ValueError, OSError)):
-        check(command.replace("pytest", "python -m pytest").split())
-
-
 # ---- What the pages name
 
 
