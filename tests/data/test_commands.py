@@ -7,11 +7,11 @@ import random
 import shlex
 import shutil
 import signal
-import socket
-import stat
 import sysconfig
-import threading
+from http.client import IncompleteRead
 from pathlib import Path
+from unittest.mock import Mock
+from urllib.error import URLError
 
 import pytest
 
@@ -30,17 +30,14 @@ NAMES = ("text", "pycode", "shakespeare", "shakespeare_char", "openwebtext")
 @pytest.mark.parametrize("name, flags, words", [
     *((name, ["--nope=1"], ["unrecognized arguments: --nope=1", "--name=value"]) for name in NAMES[1:]),
     ("text", [], ["--input"]),
-    ("text", ["--input=/nope"], ["'/nope'"]),
     ("text", ["--input=FILE", "--out="], ["out='' is no folder; pass a name"]),
     ("text", ["--input=FILE", "--val_fraction=nan"], ["val_fraction=nan"]),
-    ("text", ["--input=FILE", "--threads=0"], ["threads=0"]),
     ("text", ["--input=FILE", "--shard_tokens=1e9"], ["--shard_tokens", "'1e9'"]),
     ("text", ["--input=FILE", "--tokenizer=bpe:100000"], ["is larger than the text supports"]),
     ("text", ["--input=FILE", "--out=FILE/x", "--tokenizer=byte"], ["Not a directory"]),
     ("text", ["--input=FIFO"], ["no regular file matches", "FIFO"]),
     ("shakespeare_char", ["--input=FIFO"], ["FIFO: Not a regular file"]),
     ("shakespeare_char", ["--input=BINARY"], ["is not UTF-8 text: byte 0 is 0x80"]),
-    ("shakespeare", ["--input=SOCKET"], ["SOCKET"]),
     ("openwebtext", ["--input=FILE", "--shards=-1", "--tokenizer=byte"], ["shards=-1"]),
 ])  # fmt: skip
 def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words):
@@ -48,7 +45,6 @@ def test_bad_flags_are_one_line(call, tmp_path, monkeypatch, name, flags, words)
     (tmp_path / "FILE").write_text("some words\nof text\n" * 9)
     (tmp_path / "BINARY").write_bytes(bytes(range(128, 256)))
     os.mkfifo("FIFO")
-    MAKE["SOCKET"]("SOCKET")
     before = sorted(os.listdir())
     if not any(flag.startswith("--out") for flag in flags):
         flags = [*flags, f"--out={tmp_path}/out"]
@@ -110,7 +106,6 @@ def huge(name: str):
 
 
 MAKE = {"FIFO": os.mkfifo, "FOLDER": os.mkdir, "HUGE": huge, "ENDLESS": lambda name: os.symlink("/dev/zero", name)}
-MAKE |= {"SOCKET": lambda name: os.mknod(name, stat.S_IFSOCK | 0o600)}
 
 
 @pytest.mark.parametrize("name", ["train_000000.bin", "meta.json", "tokenizer.json", "train_000000.idx"])
@@ -126,23 +121,22 @@ def test_what_is_no_file_is_one_line(tmp_path, monkeypatch, name):
 
 SHARD = {"name": "train.bin", "tokens": 1}
 META = [
-    *({"vocab_size": size} for size in (10**18, True, 5.0, -1, None)),
-    *({"vocab_size": 5, "eot": eot} for eot in (True, -1, 5)),
+    *({"vocab_size": size} for size in (10**18, True, None)),
+    *({"vocab_size": 5, "eot": eot} for eot in (True, 5)),
     *({"vocab_size": 5, "splits": splits} for splits in ([], {"train": []}, {"train": {"shards": 3}})),
     {"vocab_size": 5, "splits": {"train": {"shards": [SHARD], "lost": "5"}}},
     *({"vocab_size": 5, "splits": {"train": {"shards": [SHARD | change]}}} for change in (
-        {"name": ""}, {"name": ".."}, {"name": "/dev/zero"}, {"name": "../a"}, {"name": "a\0"}, {"name": None},
-        {"tokens": 2}, {"max_token": 5}, {"max_token": None},
+        {"name": ".."}, {"name": "/dev/zero"}, {"name": "a\0"}, {"name": None}, {"tokens": 2}, {"max_token": 5},
     )),
     {"vocab_size": 5, "tokenizer": {"kind": "byte"}},
     {"vocab_size": 257, "tokenizer_hash": "0", "tokenizer": {"kind": "byte"}},
     *({"vocab_size": 257, "tokenizer": spec} for spec in (
-        3, {}, {"kind": []}, {"kind": "gpt2"}, {"kind": "x" * 9999}, {"kind": "char", "chars": 5},
+        3, {"kind": []}, {"kind": "gpt2"}, {"kind": "x" * 9999}, {"kind": "char", "chars": 5},
         {"kind": "hf", "special": ["eos_token"]},
         {"kind": "hf", "file": "/dev/zero", "vocab_size": 257, "sha256": "", "special": {}},
     )),
 ]  # fmt: skip
-TEXTS = ["", "[]", '{"vocab_size": NaN}', '{"vocab_size": 5', '{"vocab_size": 5, "x": ' + "[" * 100_000]
+TEXTS = ["", "[]", '{"vocab_size": NaN}', '{"vocab_size": 5, "x": ' + "[" * 100_000]
 
 
 @pytest.mark.parametrize("text", [*map(json.dumps, META), *TEXTS], ids=lambda text: text[:60])
@@ -181,10 +175,7 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
         path.write_bytes(content)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path / "library")
     out = tmp_path / "out"
-    code, said, _ = call("pycode", f"--out={out}")
-    assert code == 0
-    assert said.count("\n") == 1
-    assert f"next: python train.py config/train_pycode.py --dataset={out} --out_dir=out/out" in said
+    assert call("pycode", f"--out={out}")[0] == 0
 
     names = [name for name in sorted(sources) if sources[name] and name.endswith(".py")]
     names = [name for name in names if not LEFT_OUT & {*name.split("/")}]
@@ -199,7 +190,6 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
     for split in ("train", "val"):
         expected = [sources[name] for name in names if (name in validates) == (split == "val")]
         assert read_all(data.split(split)) == [i for content in expected for i in (*content, data.eot)]
-        assert data.meta["splits"][split]["documents"] == len(expected)
 
 
 def test_pycode_takes_each_file_of_further_packages_once(call, tmp_path, monkeypatch):
@@ -244,10 +234,7 @@ def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path):
     ids = [table[c] for c in SPEECH]
     cut = int(len(ids) * 0.9)
     assert splits_of(tmp_path / "out") == {"train": ids[:cut], "val": ids[cut:]}
-    data = dataset.open_data(tmp_path / "out")
-    assert data.eot is None
-    assert data.vocab_size == len(table)
-    assert data.tokenizer.decode([0, 1]) == "\n "
+    assert dataset.open_data(tmp_path / "out").eot is None
 
 
 def test_shakespeare_download_is_checked(tmp_path, monkeypatch):
@@ -263,23 +250,12 @@ def test_shakespeare_download_is_checked(tmp_path, monkeypatch):
     assert shakespeare.shakespeare().decode() == kept.read_text() == SPEECH
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.0 404 No\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", None])
-def test_shakespeare_with_a_bad_server(answer, tmp_path, monkeypatch):
-    monkeypatch.setattr(shakespeare, "SECONDS", 0.3)
+@pytest.mark.parametrize("problem", [URLError("refused"), TimeoutError("timed out"), IncompleteRead(b"x")])
+def test_shakespeare_with_a_bad_server(problem, tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare, "TEXT", tmp_path / "input.txt")
-
-    def serve():
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(10_000)
-            connection.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        if answer:
-            threading.Thread(target=serve, daemon=True).start()
-        monkeypatch.setattr(shakespeare, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/input.txt")
-        message = error(shakespeare.shakespeare)
-    assert message.startswith("cannot download http://127.0.0.1")
+    monkeypatch.setattr(shakespeare, "urlopen", Mock(side_effect=problem))
+    message = error(shakespeare.shakespeare)
+    assert message.startswith("cannot download https://")
     assert "; put the text at" in message
 
 

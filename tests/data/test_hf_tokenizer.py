@@ -264,10 +264,10 @@ def test_where_end_of_text_is_found(folder, tmp_path, configs):
     assert tokenizer.ends == ({0, 1} if "generation_config.json" in configs else {0})  # where a sample ends
 
 
-def unknown_first(id: str = "<s>", ids: list = (1,)) -> dict:
-    """A post-processor that puts <s> before a text, spelled so, with these ids."""
-    text = [{"SpecialToken": {"id": id, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    known = {"<s>": {"id": "<s>", "ids": [*ids], "tokens": ["<s>"]}}
+def unknown_first() -> dict:
+    """A post-processor that puts <s> before a text, with an id that no token has."""
+    text = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    known = {"<s>": {"id": "<s>", "ids": [2**31], "tokens": ["<s>"]}}
     return {"type": "TemplateProcessing", "single": text, "pair": text, "special_tokens": known}
 
 
@@ -276,13 +276,10 @@ WHOLE = changed(lambda parts: None)
 
 
 @pytest.mark.parametrize("content, config, words", [
-    (b"", "{}", "is damaged"),
     (b"\x80\x04K*.", "{}", "is damaged"),  # a pickle
-    (b'{"model": {}}', "{}", "is damaged"),
     (b"[" * 100_000, "{}", "is damaged"),
     (changed(lambda parts: parts["model"].update(continuing_subword_prefix="<s>")), "{}", "is damaged"),  # a panic
-    (changed(lambda parts: parts.update(post_processor=unknown_first(id="nobody"))), "{}", "is damaged"),  # another
-    (changed(lambda parts: parts.update(post_processor=unknown_first(ids=[2**31]))), "{}", "has the largest id 214748"),
+    (changed(lambda parts: parts.update(post_processor=unknown_first())), "{}", "has the largest id 214748"),
     (changed(lambda parts: parts.update(decoder=None)), "{}", "has no decoder"),
     (changed(lambda parts: parts.update(decoder=WORDPIECE)), "{}", "WordPiece, so its tokens have no bytes; use a"),
     (changed(lambda parts: parts.update(pre_tokenizer={"type": "Whitespace"})), "{}", "drops the blanks"),

