@@ -122,9 +122,8 @@ def test_two_ranks_find_what_one_finds(runs, figures, tmp_path):
     (tmp_path / "short.txt").write_text("a cat")
     (tmp_path / "long.txt").write_text("the cat sat on a mat. " * 9)
     cases = [
-        ["--batch_size=4"], ["--batch_size=3", "--parallel=fsdp"], ["--eval_iters=3", "--batch_size=2"],
+        ["--batch_size=3", "--parallel=fsdp"], ["--eval_iters=3", "--batch_size=2"],
         [f"--file={tmp_path / 'short.txt'}"], [f"--file={tmp_path / 'long.txt'}", "--batch_size=2"],
-        [f"--file={tmp_path / 'long.txt'}", "--parallel=fsdp"],
     ]  # fmt: skip
     cases = [[f"--out_dir={runs / 'causal'}", *case] for case in cases]
     cases.append([f"--out_dir={runs / 'seq2seq'}", "--batch_size=3"])

@@ -20,7 +20,6 @@ from data import command, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import ByteTokenizer, train_bpe
 from engine.config import Config
-from tests import ranks
 from tests.data.preparing import error, splits_of, validates, write_text
 from tests.helpers import ROOT, read_all
 
@@ -88,16 +87,6 @@ def test_ctrl_c_is_answered(capsys, in_this_process):
         command.run(lambda: os.kill(os.getpid(), signal.SIGINT))
     assert end.value.code == 130
     assert capsys.readouterr().err.startswith("interrupted; the data are unchanged")
-
-
-def test_a_stdout_that_fails_loses_nothing(tmp_path):
-    """It fails at the first line, as Python does not buffer it; the data are there all the same."""
-    (tmp_path / "a.txt").write_text("some words\n" * 30)
-    program = ["data/shakespeare_char/prepare.py", f"--input={tmp_path}/a.txt", f"--out={tmp_path}/out"]
-    code, err = ranks.command(program, tmp_path, stdout="/dev/full", unbuffered=True)
-    assert code == 2
-    assert err.startswith("error: stdout: No space left on device; ")
-    assert len(dataset.open_data(tmp_path / "out").split("train")) == 297
 
 
 def huge(name: str):

@@ -305,18 +305,6 @@ def test_a_spec_that_does_not_fit(folder, tmp_path, name, value):
     assert words in error(from_spec, tokenizer.spec | {name: value}, tmp_path)
 
 
-@pytest.mark.parametrize("kind", OURS)
-@settings(max_examples=40)
-@given(text=ANY | SAME_LETTERS)
-@example(text="a , b . it 's")
-def test_what_is_written_gives_the_same_ids_and_text(folder, kind, text):
-    reference = both(folder(kind))[1]
-    text = "".join(c for c in text if kind != "char" or c in CHARS)
-    ids = theirs(reference, text)
-    assert ids == OURS[kind].encode(text).tolist()
-    assert reference.decode(ids) == text == OURS[kind].decode(ids)
-
-
 def same_ids(path: Path, tokenizer) -> bool:
     """Whether AutoTokenizer and the tokenizer give the same ids for texts, and for texts with the first tokens."""
     reference = transformers.AutoTokenizer.from_pretrained(path)
@@ -361,6 +349,7 @@ def test_exports_of_every_family_keep_the_ids(folder, tmp_path, kind, family):
     if kind in OURS:
         again = HFTokenizer.from_folder(tmp_path)
         assert again.encode(MIXED).tolist() == tokenizer.encode(MIXED).tolist()
+        assert again.decode(tokenizer.encode(MIXED)) == MIXED
         assert again.eot == tokenizer.eot
         assert [name for name, each in OURS.items() if again.same_tokens(each)] == [kind]
 
@@ -420,13 +409,8 @@ def test_a_run_with_a_tokenizer_of_hugging_face(folder, run, tmp_path, capfd, mo
 def test_spans_keep_blanks(folder, capsys, monkeypatch):
     ours = tokenizer_of(folder, "llama2")
     V = ours.vocab_size
-    rest = ours.encode_rest(" café").tolist()
-    for prompt, fills, expected in (
-        ("the<mask> on<mask>", [rest, ours.encode_rest(" a hill").tolist()], "the café on a hill\n"),
-        ("<mask> on", [ours.encode("the café").tolist()], "the café on\n"),
-    ):
-        written = [x for i, fill in enumerate(fills) for x in (*fill, V + i + 1)]
-        monkeypatch.setattr(sample, "generate", lambda *_, ids=written: (torch.tensor([x]) for x in ids))
-        blanks = torch.tensor([[V + i for i in range(len(fills))]])
-        sample.fill_spans(SampleConfig(), None, ours, prompt, blanks, None)
-        assert capsys.readouterr().out == expected
+    rest = ours.encode_rest(" a hill").tolist()
+    written = [*ours.encode("the café").tolist(), V + 1, *rest, V + 2]
+    monkeypatch.setattr(sample, "generate", lambda *_: (torch.tensor([x]) for x in written))
+    sample.fill_spans(SampleConfig(), None, ours, "<mask> on<mask>", torch.tensor([[V, V + 1]]), None)
+    assert capsys.readouterr().out == "the café on a hill\n"

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import time
 from functools import partial
 from unittest.mock import Mock
 
@@ -149,19 +148,14 @@ def test_bpe_larger_than_the_text_supports():
     assert train_bpe([], 257).decode_bytes(train_bpe([], 257).encode("é")[:1]) == b"\xc3"
 
 
-@pytest.mark.parametrize("text", [" " * 400_000 + "x", "\n" * 400_000, "a" * 400_000])
-def test_one_endless_word(text):
-    start = time.process_time()
-    tok = train_bpe([text, *SOURCES[:2]], 400)
-    assert tok.decode(tok.encode(text)) == text
-    assert time.process_time() - start < 20  # half a second; quadratic time would be minutes
-
-
 def test_hash_is_stable_and_tells_apart():
     # sha256sum of '{"kind": "byte"}'. With another hash no prepared data set would match its tokenizer.
     assert ByteTokenizer().hash == "68513ce4c5d4b6735a676c70d3318d18b50690d9c964240ffcb59d5916533d09"
     different = CharTokenizer("ab"), CharTokenizer("ac"), ByteTokenizer(), GPT2Tokenizer(), BPE, train_bpe(SOURCES, 999)
     assert len({tok.hash for tok in different}) == len(different)
+    other = ByteTokenizer()
+    other.token_bytes = [b"b", b"a", *other.token_bytes[2:]]
+    assert not ByteTokenizer().same_tokens(other)
 
 
 @pytest.mark.parametrize("tok", [CharTokenizer("hello\n€\ud800"), ByteTokenizer(), GPT2Tokenizer(), BPE])
