@@ -264,7 +264,6 @@ class Hacked(Config):
     "new: int = 0  # [pos=rope or posss=alibi] what it does",
     "new:int = 0 # [poss = rope] what it does",
     "new: int = (\n        0  # [poss=rope] what it does\n    )",
-    "new: int = 0  # what it does\n    # [poss=rope]",
 ])  # fmt: skip
 def test_a_mistyped_rule_is_refused_and_blanks_in_a_rule_are_not(tmp_path, monkeypatch, line):
     """Where no flag has the name that a rule gives, the rule would always hold."""
@@ -285,7 +284,6 @@ def test_a_mistyped_rule_is_refused_and_blanks_in_a_rule_are_not(tmp_path, monke
     ({"block": "c,m,p"}, {"block": "m,c,p", "objective": "seq2seq"}),
     ({"mlp_ratio": 2.0}, {"block": "c.own_slots"}),
     ({"rope_theta": 50.0}, {"pos": "rope", "pos_pattern": "LG"}),
-    ({"norm_eps": 0.1}, {"norm_placement": "none", "last_norm": "rmsnorm"}),
     ({"norm_eps": 0.1}, {"norm_placement": "none", "block": "simplified"}),
     ({"norm_bias": True}, {"norm_placement": "none", "block": "simplified"}),
 ], ids=str)  # fmt: skip

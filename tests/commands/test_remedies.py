@@ -11,7 +11,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 import evaluate
 import sample
@@ -20,14 +19,13 @@ from configurator import parse
 from data import corpus
 from data.dataset import open_data
 from data.errors import user_errors
-from data.sources import Source, find_files
+from data.sources import Source
 from data.text import prepare
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine.config import Config
 from engine.help import SYNONYMS
 from engine.interchange import __main__ as interchange
-from engine.interchange.huggingface import read_hf
 from tests.data.preparing import args, error, write_records
 from tests.helpers import TINY, refused
 
@@ -148,31 +146,6 @@ def test_the_tokenizer_of_a_run(trained, tmp_path, remedy):
     prepare_text([*wanted, f"--tokenizer=hf:{tmp_path / 'exported'}"])
 
 
-CHAT = [{"role": "user", "content": None}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-
-
-def test_a_message_without_a_text(tmp_path):
-    def prepared(messages: list):
-        records = write_records(tmp_path / "chat.jsonl", 3 * [{"chat": messages}])
-        corpus.prepare(args(tmp_path / "out", pairs="chat", val_fraction=0.6), [str(records)])
-
-    message = error(prepared, CHAT)
-    assert "chat: the content of message 1 is None, not text; write a text, or leave the message out" in message
-    prepared([CHAT[0] | {"content": ""}, *CHAT[1:]])
-    prepared(CHAT[1:])
-
-
-def test_a_pattern_in_a_folder_whose_name_has_brackets(tmp_path, monkeypatch):
-    folder = tmp_path / "[data] v1"
-    (folder / "deep").mkdir(parents=True)
-    for name in ("a.txt", "b.md", "deep/c.txt"):
-        (folder / name).write_text("x")
-    found = [str(folder / "a.txt"), str(folder / "deep/c.txt")]
-    assert find_files([f"{folder}/**/*.txt"]) == found
-    monkeypatch.chdir(folder)
-    assert find_files(["[ab].*"]) == ["a.txt", "b.md"]  # no such folder: a pattern
-
-
 def test_a_window_of_zstd_that_needs_a_flag(tmp_path):
     """A frame by hand, with a window of 2^31 bytes and one block, which is not compressed."""
     packed = tmp_path / "a b.txt.zst"
@@ -216,21 +189,6 @@ def test_more_shards_than_files_may_be_open(tmp_path):
         assert len(open_data(tmp_path).split("train")) == 200
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_weights_of_two_saves(exported, tmp_path):
-    """As beside the shards and the index of a larger file that was there before."""
-    folder = shutil.copytree(exported, tmp_path / "copy")
-    weights = load_file(folder / "model.safetensors")
-    for number in (1, 2):
-        part = dict([*weights.items()][number - 1 :: 2])
-        save_file(part, folder / f"model-0000{number}-of-00002.safetensors")
-    message = error(read_hf, folder)
-    found = re.search("several saves: (.*), (.*); move the older ones elsewhere$", message)
-    assert found, message
-    for file in folder.glob(found[1]):
-        file.unlink()
-    assert read_hf(folder).keys() == read_hf(exported).keys()
 
 
 PLAN = ["config/pycode_gpt2.py", "--cooldown_iters=20", "--vocab_size=257", "--plan=True"]

@@ -16,6 +16,7 @@ import train
 from engine import weights
 from engine.checkpoint.saver import Checkpoints
 from engine.evaluation import Evaluation
+from tests.commands.test_sample import greedy
 from tests.data.preparing import tokens_of
 from tests.helpers import metrics
 
@@ -159,21 +160,13 @@ def test_an_evaluation(trained, tiny_data, capsys):
     assert err == ""
 
 
-def greedy(trained: Path, prompt: str, n: int) -> str:
-    """The prompt and the n likeliest bytes after it, one forward for each."""
-    model = weights.load_model(str(trained), CPU, torch.float32)[1]
-    ids = list(prompt.encode())
-    with torch.no_grad():
-        for _ in range(n):
-            ids.append(int(model(torch.tensor([ids[-16:]]))[0, -1, :256].argmax()))
-    return bytes(ids).decode(errors="replace")
-
-
 def test_eight_samples(trained, clock, monkeypatch, capsys):
     """Of 5 tokens each, which take 2 s together."""
     takes(monkeypatch, clock, sample, "generate", 2.0)
     flags = ["--num_samples=8", "--max_new_tokens=5", "--temperature=0", "--start=the "]
     sample.main([f"--out_dir={trained}", "--device=cpu", *flags])
     out, err = capsys.readouterr()
-    assert out == "\n---------------\n".join(8 * [greedy(trained, "the ", 5)]) + "\n"
+    model = weights.load_model(str(trained), CPU, torch.float32)[1]
+    text = bytes(greedy(model, [*b"the "], 5)).decode(errors="replace")
+    assert out == "\n---------------\n".join(8 * [text]) + "\n"
     assert err == (f"{trained}/step_00000002, 10,592 parameters, on cpu: 40 tokens in 2.00 s, 20.0 tokens per second\n")

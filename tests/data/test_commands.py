@@ -6,7 +6,6 @@ import os
 import random
 import shlex
 import shutil
-import signal
 import sysconfig
 from http.client import IncompleteRead
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from configurator import parse
 from data import command, dataset
 from data.shakespeare_char import text as shakespeare
-from data.tokenizer import ByteTokenizer, train_bpe
+from data.tokenizer import train_bpe
 from engine.config import Config
 from tests.data.preparing import error, splits_of, validates, write_text
 from tests.helpers import ROOT, read_all
@@ -79,14 +78,6 @@ def test_all_that_a_preparation_prints(call, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     cfg = parse(Config, shlex.split(following)[2:])
     dataset.open_data(cfg.dataset)
-
-
-def test_ctrl_c_is_answered(capsys, in_this_process):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(SystemExit) as end:
-        command.run(lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert end.value.code == 130
-    assert capsys.readouterr().err.startswith("interrupted; the data are unchanged")
 
 
 def huge(name: str):
@@ -212,12 +203,12 @@ def test_pycode_takes_each_file_of_further_packages_once(call, tmp_path, monkeyp
     assert "package=nowhere: no installed package; install it, or give a folder with a /" in said
 
 
-SPEECH = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
+SPEECH = "First Citizen:\nBefore we proceed any furthér, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
 def test_shakespeare_is_nanogpts_token_for_token(call, tmp_path):
     source = tmp_path / "my text.txt"
-    source.write_text(SPEECH)
+    source.write_text(SPEECH, encoding="utf-8")
     assert call("shakespeare_char", f"--input={source}", f"--out={tmp_path / 'out'}")[0] == 0
     table = {c: i for i, c in enumerate(sorted(set(SPEECH)))}
     ids = [table[c] for c in SPEECH]
@@ -246,13 +237,3 @@ def test_shakespeare_with_a_bad_server(problem, tmp_path, monkeypatch):
     message = error(shakespeare.shakespeare)
     assert message.startswith("cannot download https://")
     assert "; put the text at" in message
-
-
-def test_shakespeare_in_tokens_is_split_by_characters(call, tmp_path, monkeypatch):
-    """The byte tokenizer replaces GPT-2's, whose table may be missing here."""
-    (tmp_path / "a.txt").write_text("é" * 19 + "a")
-    monkeypatch.setattr("data.shakespeare.prepare.GPT2Tokenizer", ByteTokenizer)
-    assert call("shakespeare", f"--input={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}")[0] == 0
-    train, val = splits_of(tmp_path / "out").values()
-    assert bytes(train) == b"\xc3\xa9" * 18
-    assert bytes(val) == "éa".encode()  # of 20 characters, not of 39 bytes

@@ -1,6 +1,5 @@
 """The order of the data in epochs, on ranks and after resumes, compared with the oracle's."""
 
-import time
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
@@ -17,7 +16,7 @@ from data.loader import Loader, blending_indices, eval_batches, order
 from data.objective import OBJECTIVE, Causal, Objective
 from tests import oracle
 from tests.data.preparing import error
-from tests.helpers import shards_of, until
+from tests.helpers import shards_of
 
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
@@ -51,21 +50,6 @@ def rows_of(batches) -> list[dict[str, list[int]]]:
 def test_each_epoch_visits_each_window_once(n, seed, epoch):
     windows = order(np.arange(epoch * n, (epoch + 1) * n), n, seed)
     assert sorted(windows.tolist()) == list(range(n))
-
-
-def test_works_ahead_but_not_far(monkeypatch):
-    stream = stream_of(500)
-    reads = []
-    read = TokenStream.read
-    monkeypatch.setattr(TokenStream, "read", lambda *args: reads.append(1) or read(*args))
-    with closing(Loader(stream, causal(8), 1)) as loader:
-        next(loader)
-        until(lambda: len(reads) >= 1 + Loader.AHEAD)
-        time.sleep(0.05)
-        assert len(reads) == 1 + Loader.AHEAD
-    loader.close()
-    assert list(loader) == []
-    assert not loader._thread.is_alive()
 
 
 @pytest.mark.parametrize("last", [10, -1])

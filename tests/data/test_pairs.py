@@ -2,7 +2,6 @@
 
 import filecmp
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -104,6 +103,7 @@ def test_a_source_begins_a_text_and_a_target_goes_on():
     ({"source": "a"}, "source,target", {}, ":1 has no field 'target'; pass --field or --pairs of source"),
     ({"source": "a", "target": 3}, "source,target", {}, ":1: target is 3, not text; remove it, or pass another field"),
     ({"chat": "Hi"}, "chat", {}, ":1: chat is no chat; write a list of"),
+    ({"chat": [CHAT[0] | {"content": None}]}, "chat", {}, "message 1 is None, not text; write a text, or leave the"),
     ({"chat": [3]}, "chat", {}, ":1: chat is no chat; write a list of"),
     ({"chat": CHAT[:2]}, "chat", {}, ":1: chat has no message of the role assistant, so there is nothing to learn; re"),
     (TEXT, "a,b,c", {}, "pairs=a,b,c is not possible"), (TEXT, "a,", {}, "pairs=a, is not possible"),
@@ -350,19 +350,6 @@ def test_answers_are_those_of_a_loop(translators, name, capsys, tmp_path):
     written, greedy = {"causal": ("cdeCDE\n", ["--temperature=0"]), "seq2seq": ("CDE\n", [])}[name]  # a default
     sample.main([f"--out_dir={translators / name}", "--device=cpu", "--start=cde", *greedy])
     assert capsys.readouterr().out == written
-
-
-def test_a_model_of_texts_is_evaluated_on_pairs(tmp_path, tiny_data, capsys):
-    """Each pair as if it were alone, with the positions that it would be trained with."""
-    common = [*TINY, "--block_size=24", "--eval_iters=0", "--eval_interval=0", "--max_iters=2", "--init_std=0.3"]
-    train.main([*common, f"--dataset={tiny_data}", f"--out_dir={tmp_path / 'text'}"])
-    pairs = [f"--dataset={prepared(tmp_path)}", "--device=cpu"]
-    start = [f"--init_from=checkpoint:{tmp_path / 'text'}", "--eval_only=True", f"--out_dir={tmp_path / 'x'}"]
-    capsys.readouterr()
-    train.main([*pairs, *start])
-    trained = float(re.search(r"val loss ([\d.]+)", capsys.readouterr().out)[1])
-    evaluate.main([f"--out_dir={tmp_path / 'text'}", *pairs, "--json=True"])
-    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(trained, abs=1e-4)
 
 
 def test_an_answer_has_no_token_of_the_padding(monkeypatch):

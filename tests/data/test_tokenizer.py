@@ -145,7 +145,6 @@ def test_bpe_larger_than_the_text_supports():
     pieces = [tok.token_bytes[i] for i in tok.encode("xyabcabab")]
     assert tok.token_bytes[257:] == [b"ab", b"abc"]
     assert pieces == [b"x", b"y", b"abc", b"ab", b"ab"]
-    assert train_bpe([], 257).decode_bytes(train_bpe([], 257).encode("é")[:1]) == b"\xc3"
 
 
 def test_hash_is_stable_and_tells_apart():
@@ -154,6 +153,7 @@ def test_hash_is_stable_and_tells_apart():
     different = CharTokenizer("ab"), CharTokenizer("ac"), ByteTokenizer(), GPT2Tokenizer(), BPE, train_bpe(SOURCES, 999)
     assert len({tok.hash for tok in different}) == len(different)
     other = ByteTokenizer()
+    other.spec = {"kind": "other"}
     other.token_bytes = [b"b", b"a", *other.token_bytes[2:]]
     assert not ByteTokenizer().same_tokens(other)
 

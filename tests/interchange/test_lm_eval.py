@@ -72,9 +72,6 @@ def test_the_two_lines(run, tmp_path, flags):
     type_in(evaluate, tmp_path)
 
     expected = log_likelihoods(trained)
-    (results,) = (tmp_path / "results").rglob("results_*.json")
-    right = [scores[0] == max(scores) for scores in expected]
-    assert json.loads(results.read_text())["results"]["mine"]["acc,none"] == pytest.approx(sum(right) / len(right))
     (samples,) = (tmp_path / "results").rglob("samples_mine_*.jsonl")
     answers = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda each: each["doc_id"])
     found = [[float(score) for score, _ in each["filtered_resps"]] for each in answers]
