@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.dataset import TokenStream
-from data.loader import Loader, blending_indices, eval_batches, order
+from data.loader import Loader, eval_batches, order
 from data.objective import OBJECTIVE, Causal, Objective
 from tests import oracle
 from tests.data.preparing import error
@@ -76,15 +76,6 @@ def mixture_of(sizes: list[int], weights: list[int]) -> TokenStream:
     whole = stream_of(sum(sizes))
     sources = [(str(j), size, weight) for j, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
     return TokenStream("mixed", whole.shards, whole.vocab_size, sources)
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 500))
-def test_every_prefix_of_a_mixture_has_its_shares(weights, extra):
-    period = blending_indices(weights)
-    assert np.bincount(period, minlength=len(weights)).tolist() == weights
-    drawn = np.resize(period, len(period) + extra)[:, None] == np.arange(len(weights))
-    expected = np.arange(1, len(drawn) + 1)[:, None] * np.array(weights)  # counts times the period: integers
-    assert (np.abs(np.cumsum(drawn, axis=0) * len(period) - expected) < len(period)).all()
 
 
 SOURCES = st.lists(st.tuples(st.integers(9, 150), st.integers(1, 9)), min_size=1, max_size=4)

@@ -31,7 +31,6 @@ EDITS = {  # keys to change at once, the beginnings of the names of models, whet
     "llama3, no original context": (dict(rope_parameters=LLAMA3), ROPE, True),
     "no layer_types": (WINDOW | dict(layer_types=ABSENT), ("qwen2", "qwen3"), True),
     "a window that is off": (WINDOW | dict(layer_types=ABSENT, use_sliding_window=False), ("qwen2", "qwen3"), True),
-    "a window of no tokens": (dict(sliding_window=0), ("mistral", "mixtral"), False),
     "no window": (dict(sliding_window=None), ("mistral", "mixtral"), True),
     "a pattern": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma3",), True),
     "a pattern of Gemma 2": (dict(layer_types=ABSENT, sliding_window_pattern=3), ("gemma2",), True),
@@ -141,3 +140,11 @@ def test_each_key_counts_as_in_transformers(tmp_path, name, step):
         assert folder.compare(**changes) == equal, what
     changes = {key: value for key, value in NEUTRAL.items() if key not in folder.config}
     assert folder.compare(**changes, **HARMLESS)
+
+
+def test_a_window_of_no_tokens_is_refused(tmp_path):
+    """transformers takes null alone for no window."""
+    folder = Folder("mistral", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(folder.config | {"sliding_window": 0}))
+    with pytest.raises(ValueError, match="sliding_window=0, but only null or more than 0"):
+        read_hf(tmp_path)
