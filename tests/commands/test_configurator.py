@@ -432,3 +432,11 @@ def test_user_errors(capsys):
     assert capsys.readouterr() == ("", "error: a\\x1b[31mname\\x07 of é\n")
     with pytest.raises(RuntimeError, match="a mistake of ours"), user_errors():
         raise RuntimeError("a mistake of ours")
+
+
+def test_flags_of_a_class_that_stands_in_no_file_are_refused():
+    """Its comments, which have the rules, cannot be read."""
+    names = {"__name__": "stdin"}
+    exec(RULES, names)
+    with pytest.raises(ValueError, match="the flags of Hacked are read from its source; write the class into a file"):
+        parse(names["Hacked"], [])

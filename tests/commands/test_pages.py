@@ -6,14 +6,18 @@ given with its default.
 """
 
 import ast
+import csv
+import itertools
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -22,6 +26,7 @@ from data.command import Parser
 from data.errors import require
 from engine.config import Config
 from engine.interchange.__main__ import ExportConfig
+from engine.parallel import ranks as parallel
 from evaluate import EvaluateConfig
 from sample import SampleConfig
 from tests.helpers import ROOT
@@ -257,3 +262,46 @@ def test_files_and_headings_exist(page):
         target = (page.parent / path).resolve() if path else page
         assert ROOT.resolve() in target.parents and target.exists(), link
         assert not anchor or anchor in headings(target), link
+
+
+def test_rows_of_what_was_tried_are_whole():
+    """Each row of docs/tried.csv names an experiment and has a figure, and a comma in a cell does not divide it."""
+    header, *rows = csv.reader((ROOT / "docs" / "tried.csv").open(encoding="utf-8"))
+    for row in rows:
+        assert len(row) == len(header), row
+        cells = dict(zip(header, row, strict=True))
+        assert cells["experiment"] and (cells["result"] or cells["difference"]), row
+        assert not cells["half-width"] or cells["difference"], row
+
+
+def test_the_flags_that_do_not_combine_are_those_of_the_table():
+    """Pairs of two flags of a layout, or of one and one of the model: docs/scaling.md has a table of those refused."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").partition("| does not combine with |")[2]
+    rows = [re.findall(r"`(--\w+=[\w.]+)`", line) for line in page.partition("\n\n")[0].splitlines()[2:]]
+    listed = {frozenset((flag, other)) for flag, *others in rows for other in others}
+    of_fsdp = ["--fsdp_reshard=False", "--dp_replicate=2"]
+    layout = ["--parallel=fsdp", *of_fsdp, "--tp=2", "--cp=2", "--pp=2", "--ep=2"]
+    layout += ["--activation_checkpoint=selective", "--activation_checkpoint=full"]
+    model = [f"--{name}={value}" for name in ("block", "objective", "optimizer", "attention", "pos", "norm", "mlp")
+             for value in get_args(get_type_hints(Config)[name])]  # fmt: skip
+    model += ["--dropout=0.1", "--doc_mask=True", "--bias=True", "--qk_norm=True", "--window=64"]
+    model += ["--n_expert=4"]
+    experts = ["--block=c+p+e", "--n_expert=4"]
+    needs = dict.fromkeys(of_fsdp, ["--parallel=fsdp"])
+    needs |= {"--block=superblock": experts, "--ep=2": experts[1:]}
+    needs |= {"--attention=gqa": ["--n_kv_head=6"], "--objective=seq2seq": ["--span_length=4"]}
+    defaults = parse(Config, ["--gradient_accumulation_steps=8", "--vocab_size=256", "--n_layer=2"])
+    refused = set()
+    for pair in itertools.chain(itertools.combinations(layout, 2), itertools.product(layout, model)):
+        given = [*pair, *(flag for one in pair for flag in needs.get(one, []))]
+        flags = read_flags(Config, given)
+        if len(flags) < len({*given}) or pair == ("--tp=2", "--attention=mqa"):  # mqa has one head of keys
+            continue
+        cfg = copy(defaults)
+        vars(cfg).update({name: flag.value for name, flag in flags.items()})
+        try:
+            parallel.check_layout(cfg, 4)
+        except ValueError as error:
+            refused.add(frozenset(pair))
+            assert all(flag[2:].partition("=")[0] in str(error) for flag in pair), error
+    assert refused == listed

@@ -1,5 +1,6 @@
 """What a refusal names as the remedy is typed, as the line says it, and works."""
 
+import json
 import os
 import re
 import resource
@@ -19,7 +20,7 @@ from configurator import parse
 from data import corpus
 from data.dataset import open_data
 from data.errors import user_errors
-from data.sources import Source
+from data.sources import Source, find_files
 from data.text import prepare
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
@@ -208,3 +209,31 @@ def test_what_a_changed_flag_of_a_run_was_set_by(trained, tmp_path, remedy, run)
     resumed = [f"--out_dir={out}", "--init_from=resume", "--max_iters=3", "--lr_decay_iters=40"]
     remedy(train.main, [str(config), *resumed], rf"n_layer=3 \({config}:2\): differs from 2 in .*; (leave it out)")
     train.main(resumed)
+
+
+def test_an_integer_of_5000_digits_in_a_field_that_is_not_read(tmp_path):
+    line = json.dumps({"text": "a", "id": 0}).replace("0", "7" * 5000)
+    (tmp_path / "a.jsonl").write_text(f"{line}\n")
+    assert [document.text for document in Source([str(tmp_path / "a.jsonl")]).read()] == ["a"]
+    message = error(list, Source([str(tmp_path / "a.jsonl")], column="id").read())
+    assert "id is 7777" in message
+    assert "pass another field" in message
+
+
+def test_a_pattern_in_a_folder_whose_name_has_brackets(tmp_path, monkeypatch):
+    folder = tmp_path / "[data] v1"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "deep/c.txt"):
+        (folder / name).write_text("x")
+    found = [str(folder / "a.txt"), str(folder / "deep/c.txt")]
+    assert find_files([f"{folder}/*.txt"]) == found[:1]
+    assert find_files([f"{folder}/**/*.txt"]) == found
+    monkeypatch.chdir(folder)
+    assert find_files(["[ab].*"]) == ["a.txt", "b.md"]  # no such folder: a pattern
+
+
+def test_a_short_plan_of_one_rank(capsys, in_this_process):
+    train.main([*PLAN, "--max_iters=100"])
+    text = capsys.readouterr().out
+    assert "traffic" not in text.partition("Assumed")[0]
+    assert 0 < float(re.search(r"max_iters=100: .* tokens in ([\d.e-]+) hours", text)[1]) < 0.1

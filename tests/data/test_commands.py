@@ -15,7 +15,7 @@ from urllib.error import URLError
 import pytest
 
 from configurator import parse
-from data import command, dataset
+from data import command, corpus, dataset
 from data.shakespeare_char import text as shakespeare
 from data.tokenizer import train_bpe
 from engine.config import Config
@@ -237,3 +237,13 @@ def test_shakespeare_with_a_bad_server(problem, tmp_path, monkeypatch):
     message = error(shakespeare.shakespeare)
     assert message.startswith("cannot download https://")
     assert "; put the text at" in message
+
+
+def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
+    """And not one for each CPU of the machine, as where Slurm gives a job two of them."""
+    seen = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    monkeypatch.setattr(corpus, "prepare", lambda args, files: seen.append(args.threads))
+    (tmp_path / "a.txt").write_text("text")
+    assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0
+    assert seen == [3]

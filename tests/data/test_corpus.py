@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -442,3 +443,23 @@ def test_files_of_the_hub_are_read_like_others(tmp_path, web, small, monkeypatch
     assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
     hub.open = Mock(side_effect=LookupError("gone\nfor ever"))
     assert "hf://a.jsonl cannot be read (gone); try again" in error(prepare, args(tmp_path / "out"), files)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc, which Linux has")
+def test_memory_is_bounded(tmp_path):
+    """A separate process prepares 50 MB, last a document of 10 MB that Python stores in four bytes per character."""
+    file = tmp_path / "a.jsonl"
+    with open(file, "w") as f:
+        f.writelines([json.dumps({"text": "some words of text " * 1000}) + "\n"] * 2000)
+        f.write(json.dumps({"text": "a long document. " * 600_000 + "\U0001f600"}, ensure_ascii=False) + "\n")
+    code = (
+        "import json, re, sys; from argparse import Namespace; from data import corpus\n"
+        "peak = lambda: int(re.search('VmHWM:\\s*([0-9]+)', open('/proc/self/status').read())[1])\n"
+        "before = peak(); corpus.prepare(Namespace(**json.loads(sys.argv[1])), sys.argv[2:]); print(peak() - before)"
+    )
+    flags = json.dumps(vars(args(tmp_path / "out", shard_tokens=10**8)))
+    run = [sys.executable, "-c", code, flags, str(file)]
+    out = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
+    assert int(out.split()[-1]) < 185_000  # kB; with all texts at once it is 233,000
+    tokens = open_data(tmp_path / "out").meta["splits"]
+    assert sum(tokens[s]["tokens"] for s in tokens) == 17 * 600_000 + 2000 * 19_000 + 2001 + 4

@@ -1,9 +1,14 @@
 """The order of the data in epochs, on ranks and after resumes, compared with the oracle's."""
 
+import os
+import re
+import struct
+import time
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.dataset import TokenStream
+from data.dataset import TokenStream, open_data
 from data.loader import Loader, eval_batches, order
 from data.objective import OBJECTIVE, Causal, Objective
 from tests import oracle
@@ -135,3 +140,40 @@ def test_evaluations_are_the_oracles(name, sources, batch_size, n_batches, data_
     found = [row for row in found if max(row["targets"]) >= 0]
     ordered = partial(sorted, key=itemgetter("idx", "targets"))
     assert ordered(found) == ordered(data.evaluation("val"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory from /proc, which Linux has")
+def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
+    """A file that is sparse except for the first token of each window that the test reads, which are from all over."""
+    size = 5 * 2**31
+    T = 1024
+    B = 64
+    n = 40
+    windows = order(np.arange(n * B), (size - 1) // T, 3)
+    file = tmp_path / "train.bin"
+    with open(file, "wb") as f:
+        f.truncate(2 * size)
+        for sample, window in enumerate(windows.tolist()):
+            os.pwrite(f.fileno(), struct.pack("<H", sample + 1), 2 * window * T)
+    stream = open_data(tmp_path, vocab_size=65536).split("train")
+    assert len(stream) == size
+    start = time.process_time()
+    memory = []
+    with closing(Loader(stream, causal(T), B, seed=3)) as loader:
+        for i in range(n):
+            batch = next(loader)["idx"]
+            assert batch[:, 0].tolist() == list(range(i * B + 1, (i + 1) * B + 1))
+            assert not batch[:, 1:].any()
+            memory.append((resident("RssAnon"), resident("RssFile")))
+    # The first batches allocate the memory that all later ones reuse. The pages of the later ones are 8,960 kB; a map
+    # would load fifteen more pages with each.
+    own, mapped = (after - before for before, after in zip(memory[4], memory[-1], strict=True))
+    assert own < 64_000
+    assert mapped < 4000
+    assert time.process_time() - start < 5  # reading ahead takes tens of seconds
+    file.unlink()  # at once, because some tools would write the holes out
+
+
+def resident(kind: str) -> int:
+    """kB of RssAnon, the process's own pages, or of RssFile, the pages of mapped files."""
+    return int(re.search(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[1])

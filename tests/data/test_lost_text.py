@@ -95,3 +95,16 @@ def test_bits_per_byte_are_those_of_the_text(tmp_path, run, capsys):
     said = capsys.readouterr()
     assert json.loads(said.out)["bits_per_byte"] is None
     assert "data val may lack text; prepare it again, which counts it" in said.err
+
+
+def test_data_of_older_versions_and_mixtures(tmp_path):
+    """Those of a tokenizer that loses nothing have bits per byte as before."""
+    folders = {name: prepared(tmp_path / name, lossy("bpe")) for name in ("a", "b")}
+    lost = [open_data(folder).split("val").lost for folder in folders.values()]
+    mixture = ",".join(f"{folder}:1" for folder in folders.values())
+    assert open_data(mixture).split("val").lost == sum(lost) > 0
+    without_record(folders["b"])
+    assert math.isnan(open_data(mixture).split("val").lost)
+    exact = prepared(tmp_path / "exact", sentencepiece(True))
+    without_record(exact)
+    assert open_data(exact).split("val").lost == 0
