@@ -67,9 +67,15 @@ def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
     sys.argv[1:]; its `sources` say where each flag was set. `doc` is the text above the flags of --help. Says which
     flags are left out. Raises ValueError or OSError with the flag, its value, its place and the remedy, in one line."""
     cfg = resolve(cls, read_flags(cls, argv, doc))
-    for line in cfg.left_out:
-        say(line)
+    say_left_out(cfg)
     return cfg
+
+
+def say_left_out(cfg: Flags):
+    """Name the flags that are left out, once for all processes that torchrun has started."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in cfg.left_out:
+            say(line)
 
 
 def parse_positional(cls: type[T], argv: list[str] | None = None, doc: str = "") -> tuple[list[str], T]:

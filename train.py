@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configurator import read_flags, resolve
+from configurator import read_flags, resolve, say_left_out
 from data.dataset import DataSet
 from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
@@ -67,9 +67,7 @@ def main(argv: list[str] | None = None):
             chosen = asdict(Config()) | {name: setting.value for name, setting in given.items()}
             stored, origin = run_state.stored_flags(cleanup, chosen)
             cfg = resolve(Config, given, stored, origin)
-            if os.environ.get("RANK", "0") == "0":
-                for line in cfg.left_out:
-                    print(line)
+            say_left_out(cfg)
             if cfg.plan:
                 if cfg.vocab_size == 0:
                     open_with_objective(cfg)  # which settles it

@@ -27,6 +27,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
         self.add_argument("--out", default=here, help="NAME (data/NAME) or a path with a / (default: this folder)")
 
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)  # argparse would keep silent about a full disk
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message[:300]}; write flags as --name=value, --help lists them")
 

@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -43,15 +44,13 @@ def find_files(paths: Iterable[str]) -> list[str]:
     """The files of paths, patterns and folders, sorted, each once, and of addresses hf:OWNER/NAME[@REVISION][:CONFIG]
     on the hub. Says how many there are of several, and what was left out."""
     names: list[str] = []
-    left_out = 0
+    left_out: Counter = Counter()
     for path in map(os.path.expanduser, paths):
         if ADDRESS.fullmatch(path):
             names += hub_files(path)
             continue
         if os.path.isdir(path):
-            found = list(walk(path))
-            files = [name for name in found if IN_FOLDERS.search(name)]
-            left_out += len(found) - len(files)
+            files = list(walk(path, left_out))
             fact = f"no text (.txt), record (.jsonl) or table (.parquet) is in the folder {path!r}"
             require(files, f"{fact}; name other files by a pattern, such as '{path}/*.md'")
         elif os.path.exists(path):
@@ -62,27 +61,34 @@ def find_files(paths: Iterable[str]) -> list[str]:
             files = glob.glob(str(pattern), recursive=True)
         regular = [f for f in files if os.path.isfile(f)]
         require(regular, f"no regular file matches {path!r}; check the path, and put quotes around a pattern")
-        left_out += len(files) - len(regular)
+        left_out["names that are no files"] += len(files) - len(regular)
         names += map(os.path.normpath, regular)
     names = sorted(set(names))
     found = {os.path.realpath(name): name for name in reversed(names)}
-    left_out += len(names) - len(found)
-    if len(names) > 1 or left_out:
-        kinds = "of other kinds, no files, or second names"
-        say(f"files to read: {len(found)}; left out, as {kinds}: {left_out}")
+    left_out["second names of a file"] = len(names) - len(found)
+    if len(names) > 1 or left_out.total():
+        what = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n)
+        say(f"files to read: {len(found)}; left out: {what or 'none'}")
     return sorted(found.values())
 
 
-def walk(folder: str) -> Iterator[str]:
-    """The files below a folder, also in folders that are linked there, without hidden names."""
+def walk(folder: str, left_out: Counter) -> Iterator[str]:
+    """The texts and records below a folder, also in folders that are linked there. Counts the others in `left_out`."""
     seen = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(parent) in seen:
             folders.clear()
             continue
         seen.add(os.path.realpath(parent))
+        left_out["hidden names"] += sum(name.startswith(".") for name in folders + names)
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
+        for name in names:
+            if name.startswith("."):
+                continue
+            if IN_FOLDERS.search(name):
+                yield os.path.join(parent, name)
+            else:
+                left_out["of other kinds"] += 1
 
 
 class Document(NamedTuple):

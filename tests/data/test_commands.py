@@ -6,6 +6,8 @@ import os
 import random
 import shlex
 import shutil
+import subprocess
+import sys
 import sysconfig
 from http.client import IncompleteRead
 from pathlib import Path
@@ -73,7 +75,7 @@ def test_all_that_a_preparation_prints(call, tmp_path, monkeypatch):
         0,
         f"{len(train)} + {len(val)} documents, {sum(train):,} train + {sum(val):,} val tokens in {out}; "
         f"next: {following}\n",
-        "files to read: 30; left out, as of other kinds, no files, or second names: 2\n",
+        "files to read: 30; left out: 1 of other kinds, 1 second names of a file\n",
     )
     monkeypatch.chdir(ROOT)
     cfg = parse(Config, shlex.split(following)[2:])
@@ -247,3 +249,9 @@ def test_as_many_threads_as_the_process_may_use(call, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     assert call("text", f"--input={tmp_path / 'a.txt'}")[0] == 0
     assert seen == [3]
+
+
+def test_help_that_a_full_disk_cannot_hold_is_an_error():
+    with open("/dev/full", "w") as full:
+        code = subprocess.run([sys.executable, "data/text/prepare.py", "--help"], cwd=ROOT, stdout=full).returncode
+    assert code == 2

@@ -221,8 +221,10 @@ def test_find_files(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert sources.find_files([".", f"{tmp_path}/b.txt"]) == [f"{tmp_path}/b.txt", "a.jsonl", "sub/c.parquet",
         "sub/d.TXT.zst", "we[i]rd.txt"]  # fmt: skip
-    said = "files to read: {}; left out, as of other kinds, no files, or second names: {}\n"
-    assert capsys.readouterr().err == said.format(5, 3)  # note.md, broken.txt and the second b.txt
+    left_out = "2 hidden names, 1 of other kinds, 1 names that are no files, 1 second names of a file"
+    assert capsys.readouterr().err == f"files to read: 5; left out: {left_out}\n"
+    sources.find_files(["[bs]*"])
+    assert capsys.readouterr().err == "files to read: 1; left out: 2 names that are no files\n"
     assert sources.find_files(["*.md", "./b.txt", "b.*", "**/d*"]) == ["b.txt", "note.md", "sub/d.TXT.zst"]
     assert sources.find_files(["we[i]rd.txt"]) == ["we[i]rd.txt"]
     (tmp_path / "empty").mkdir()
