@@ -2,15 +2,18 @@
 
 import re
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+import torch.nn as nn
 
 from engine.config import Config
-from engine.optim import OPTIMIZER, Muon, build, learning_rate
+from engine.optim import OPTIMIZER, Muon, build, learning_rate, orthogonalize
 from engine.parallel.sharded import ShardedModel, load_biases
 from model import Model, ModelConfig
 from tests import oracle
+from tests.helpers import assert_rounds_alike
 
 
 def config(**flags) -> SimpleNamespace:
@@ -132,3 +135,43 @@ def test_muon_splits_what_the_model_computes_with(flags, where, matrices, larges
         update, gradient = (x.flatten(0, -2).double() for x in (update, gradient))
         scale = max(1, update.size(0) / update.size(1)) ** 0.5
         torch.testing.assert_close(update, scale * oracle.newton_schulz(gradient), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 64, 16), (2, 16, 64), (1, 24, 96)])
+def test_orthogonalize(shape, dtype):
+    """Against the post's iteration in float64."""
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    y = orthogonalize(x, dtype)
+    assert y.dtype == dtype
+    assert orthogonalize(torch.zeros(shape), dtype).abs().max() == 0
+    expected = torch.stack([oracle.newton_schulz(m) for m in x.double()])
+    if dtype == torch.bfloat16:
+        plain = torch.stack([oracle.newton_schulz(m) for m in x.to(dtype)])
+        return assert_rounds_alike(y, plain, expected, "U V^T")
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", get_args(get_type_hints(Config)["optimizer"]))
+def test_an_update_of_any_optimizer(kind):
+    """A part of a parameter is updated as in the whole, which FSDP rests on."""
+    torch.manual_seed(0)
+    start = torch.randn(6, 4)
+    grads = [torch.randn(6, 4) for _ in range(3)]
+
+    def after(rows: slice, grads: list[torch.Tensor], decay: float = 0.0) -> torch.Tensor:
+        p = nn.Parameter(start[rows].clone())
+        optimizer = OPTIMIZER[kind].rest([{"params": [p], "weight_decay": decay}], 0.01, (0.9, 0.95))
+        for grad in grads:
+            p.grad = grad[rows].clone()
+            optimizer.step()
+        return p.detach()
+
+    whole = slice(None)
+    change = after(whole, grads[:1]) - start
+    assert (change * grads[0] < 0).all()
+    decayed = after(whole, [torch.zeros(6, 4)], decay=0.5)
+    assert (decayed.abs() < start.abs()).all()
+    parts = [after(rows, grads, decay=0.5) for rows in (slice(0, 2), slice(2, 6))]
+    assert torch.allclose(torch.cat(parts), after(whole, grads, decay=0.5), rtol=1e-5)
