@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import shutil
 import stat
 from contextlib import suppress
@@ -22,7 +23,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
 from engine.resume import locked
-from tests.checkpoint.test_checkpoint import save
+from tests.checkpoint.test_checkpoint import load, save
 from tests.helpers import TINY, losses, refused
 
 
@@ -249,3 +250,16 @@ def test_earlier_flags_stay(run):
     assert rates == [5e-3, 1e-2]
     assert parse(Config, [str(folder / "config.py")]).init_from == "scratch"  # with another out_dir, it is a new run
     assert checkpoint.find(folder).name == "step_00000006"
+
+
+def test_a_checkpoint_needs_no_more_memory_than_it_has(tmp_path):
+    """The address space may grow by 1 GiB, which is less than the most that an index may have."""
+    process = os.fork()
+    if process == 0:
+        pages, *_ = Path("/proc/self/statm").read_text().split()
+        size = resource.getpagesize() * int(pages)
+        resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, -1))
+        path = save(tmp_path, 1, {"w": torch.ones(2)})
+        load(path, {"w": torch.zeros(2)})
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0

@@ -21,7 +21,7 @@ from data.loader import Loader, eval_batches, order
 from data.objective import OBJECTIVE, Causal, Objective
 from tests import oracle
 from tests.data.preparing import error
-from tests.helpers import shards_of
+from tests.helpers import shards_of, until
 
 
 def stream_of(n_tokens: int, shard: int = 37) -> TokenStream:
@@ -177,3 +177,26 @@ def test_21_gigabytes_take_no_memory_and_no_reading_ahead(tmp_path):
 def resident(kind: str) -> int:
     """kB of RssAnon, the process's own pages, or of RssFile, the pages of mapped files."""
     return int(re.search(rf"{kind}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_idx_and_targets_are_views_of_one_buffer_that_stays():
+    with closing(Loader(stream_of(1000), causal(16), 4)) as loader:
+        held = [next(loader) for _ in range(20)]
+    places = [[x.untyped_storage().data_ptr() for x in batch.values()] for batch in held]
+    assert all(x == y for x, y in places)
+    assert len({x for x, _ in places}) == 20
+
+
+def test_works_ahead_but_not_far(monkeypatch):
+    stream = stream_of(500)
+    reads = []
+    read = TokenStream.read
+    monkeypatch.setattr(TokenStream, "read", lambda *args: reads.append(1) or read(*args))
+    with closing(Loader(stream, causal(8), 1)) as loader:
+        next(loader)
+        until(lambda: len(reads) >= 1 + Loader.AHEAD)
+        time.sleep(0.05)
+        assert len(reads) == 1 + Loader.AHEAD
+    loader.close()
+    assert list(loader) == []
+    assert not loader._thread.is_alive()
