@@ -39,8 +39,7 @@ from data.dataset import TokenStream
 from data.errors import command, fail, printable, require, user_errors
 from data.files import new_file, user_path
 from data.loader import eval_batches
-from data.objective import open_with_objective
-from engine import weights
+from engine import settle, weights
 from engine.answers import answer
 from engine.config import Config
 from engine.device import resolve_device, resolve_dtype, torch_errors
@@ -103,7 +102,7 @@ def of_data(cfg: EvaluateConfig, flags: Config, ranks: Ranks, found: StoredModel
     """The split of the data set, in the windows that train.py evaluates."""
     known = cfg.dataset or "dataset" in found.flags
     require(known, f"out_dir={cfg.out_dir} does not say its data; set --dataset=NAME or --file=TEXT")
-    data, objective = open_with_objective(flags)
+    data, objective = settle.by_data(flags)
     found.check_tokenizer(data.tokenizer, flags.dataset)
     stream = data.split(cfg.split)
     batches = eval_batches(

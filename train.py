@@ -37,8 +37,8 @@ from data.dataset import DataSet
 from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
 from data.loader import Loader, count_windows
-from data.objective import Objective, open_with_objective
-from engine import optim
+from data.objective import Objective
+from engine import optim, settle
 from engine import resume as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
@@ -46,14 +46,12 @@ from engine.device import make_deterministic, peak_flops, precision, resolve_dev
 from engine.evaluation import Evaluation
 from engine.help import dump
 from engine.metrics import Metrics, Silent, evaluation_text
-from engine.parallel import compilation
 from engine.parallel.connection import environment, launched, lost_ranks_end_the_run
-from engine.parallel.ranks import Ranks, check_flags, join, leave
+from engine.parallel.ranks import Ranks, check_flags, leave
 from engine.parallel.sharded import ShardedModel
 from engine.plan import accounting, memory, plan
 from engine.step import FIRST, MOST_LEFT_OUT, Watch, collect_garbage, is_finite, tracing
 from engine.stop_signal import StopSignal
-from ops import wide_stream
 
 SMALLER = "lower --batch_size, --block_size or the model's sizes; --plan=True estimates the memory"
 COLLECT = 100  # steps between collections of Python's garbage, in the same steps on all ranks
@@ -70,15 +68,15 @@ def main(argv: list[str] | None = None):
             say_left_out(cfg)
             if cfg.plan:
                 if cfg.vocab_size == 0:
-                    open_with_objective(cfg)  # which settles it
+                    settle.by_data(cfg)
                 print(plan.report(plan.Plan(cfg)))
                 return
-            data, objective = open_with_objective(cfg)  # if they are wrong, out_dir is not looked at
+            data, objective = settle.by_data(cfg)  # if they are wrong, out_dir is not looked at
             if not cfg.eval_only and cfg.init_from != "resume":
                 cleanup.enter_context(run_state.locked(cfg.out_dir))  # of a resume, stored_flags has locked it
-            run_state.check_out_dir(cfg)
+            earlier = run_state.check_out_dir(cfg)
             with lost_ranks_end_the_run(cfg.out_dir):
-                run = Run(cfg, data, objective, cleanup)
+                run = Run(cfg, data, objective, earlier, cleanup)
         run.announce()
         with lost_ranks_end_the_run(cfg.out_dir):
             if cfg.eval_only:
@@ -124,13 +122,13 @@ class Run:
     skipped    steps that were left out: their gradient was not finite, or a spike
     """
 
-    def __init__(self, cfg: Config, data: DataSet, objective: Objective, cleanup: ExitStack):
-        """Make all parts of the run; `cleanup` closes them, however the run ends."""
+    def __init__(self, cfg: Config, data: DataSet, objective: Objective, earlier: dict, cleanup: ExitStack):
+        """Make all parts of the run; `cleanup` closes them, however the run ends. `earlier` as in settle.by_machine."""
         self.cfg = cfg
         self.data = data
         streams = {split: data.split(split) for split in ("train", "val")}
         count_windows(streams["val"], cfg.block_size)  # ValueError if there are none
-        self.ranks, self.work = join_ranks(cfg, objective.lengths)
+        self.ranks, self.work = join_ranks(cfg, objective.lengths, earlier)
         ranks = self.ranks
         self.sharded, self.optimizer, self.scaler, state = build(cfg, ranks, data)
         self.step = state["step"]
@@ -289,19 +287,15 @@ class Run:
         self.metrics.log(self.step, mean, lr, grad_norm.item(), self.samples * self.cfg.block_size, progress)
 
 
-def join_ranks(cfg: Config, lengths: tuple[int, int]) -> tuple[Ranks, accounting.Work]:
-    """Check that the run fits this machine, join the other ranks, and count its work on sequences of these lengths.
-    The auto of the flags dtype, fp32_residual and compile becomes this machine's choice, which a resume keeps."""
+def join_ranks(cfg: Config, lengths: tuple[int, int], earlier: dict) -> tuple[Ranks, accounting.Work]:
+    """Check that the run fits this machine, join the other ranks, and count its work on sequences of these lengths."""
     check_flags(cfg)
     make_deterministic(cfg.deterministic)
     place = environment()
     memory.check_training(cfg, resolve_device(cfg.device, place.local_rank), place.size)
-    ranks = join(cfg)
-    cfg.dtype = str(ranks.dtype)[6:]  # without "torch."
-    cfg.fp32_residual = wide_stream(cfg.fp32_residual, ranks.device, ranks.dtype)
+    ranks = settle.by_machine(cfg, earlier)
     peak = peak_flops(ranks.device, ranks.dtype)
-    work = accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
-    return compilation.settle(cfg, ranks), work
+    return ranks, accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
 
 
 def build(cfg: Config, ranks: Ranks, data: DataSet) -> tuple[ShardedModel, optim.Optimizer, torch.amp.GradScaler, dict]:

@@ -2,7 +2,7 @@
 
     objective = OBJECTIVE["masked"](vocab_size=257, eot=256, block_size=1024)
     batch = objective(window, keys)          # window (B, T+1) int64, keys (B,) uint64 -> {name: tensor}
-    data, objective = open_with_objective(cfg)                   # of a run
+    objective = objective_of(cfg, vocab_size=257, eot=256)       # of a run
     batch = PAIRS["causal"](...)(window, marks)                  # of pairs: both (B, n) int64, see pairs.py
 
 A batch holds arguments of Model.forward, by name: idx and targets; docs with doc_mask; source and source_docs for
@@ -14,14 +14,14 @@ token is the count of end-of-text tokens up to and including it: end-of-text beg
     B windows of a batch   T block_size   V the data's own vocabulary   m tokens to restore   k spans of them
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data import DATA
-from data.dataset import FIRST, TARGET, DataSet, TokenStream, open_data
+from data.dataset import FIRST, TARGET, TokenStream
 from data.errors import require
 from data.hashing import hash64
 from data.pairs import PADDING, pack
@@ -238,53 +238,23 @@ OBJECTIVE = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}  # flag -> 
 PAIRS = {"causal": CausalPairs, "seq2seq": Seq2SeqPairs}  # the same of pairs
 
 
-def objective_class(cfg) -> type[Objective]:
+class ObjectiveFlags(Protocol):
+    """The flags of a run on which its objective depends."""
+
+    objective: str
+    pairs: bool | str
+    block_size: int
+    doc_mask: bool
+    corrupt_ratio: float
+    span_length: float
+
+
+def objective_class(cfg: ObjectiveFlags) -> type[Objective]:
     """The class of a run's objective. As long as cfg.pairs is auto, the data are no pairs."""
     return (PAIRS if cfg.pairs is True else OBJECTIVE)[cfg.objective]
 
 
-def objective_of(cfg, vocab_size: int, eot: int | None) -> Objective:
+def objective_of(cfg: ObjectiveFlags, vocab_size: int, eot: int | None) -> Objective:
     """The objective of a run, on data with so many ids and this end-of-text."""
     flags = cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
     return objective_class(cfg)(vocab_size, eot, *flags)
-
-
-def open_with_objective(cfg) -> tuple[DataSet, Objective]:
-    """(the data, the objective). The ids of the objective's own tokens follow those of the data. Settles cfg.vocab_size
-    and cfg.pairs, and with pairs doc_mask and doc_positions, so that a pair is computed as if it were alone."""
-    data = open_data(cfg.dataset, DATA, cfg.vocab_size, cfg.verify_data)
-    settle_pairs(cfg, data)
-    if not data.meta and cfg.objective != "causal":
-        fact = f"objective={cfg.objective} adds ids to the vocabulary, whose size dataset={cfg.dataset} does not record"
-        raise ValueError(f'{fact}; write {{"vocab_size": N}} into a meta.json beside the shards')
-    data_ids = data.meta.get("vocab_size", cfg.vocab_size)
-    objective = objective_of(cfg, data_ids, data.eot)
-    if cfg.pairs:
-        data = replace(data, pack=objective.pack)
-    needed = data_ids + objective.extra_ids
-    if cfg.vocab_size == 0:
-        cfg.vocab_size = needed
-        if needed > 1024:
-            cfg.vocab_size = -(-needed // 64) * 64  # large matrix products are faster with such sizes
-    if cfg.vocab_size < needed:
-        fact = f"vocab_size={cfg.vocab_size} has no room for the {needed} ids of the data and objective={cfg.objective}"
-        raise ValueError(f"{fact}; set it to {needed} or more, or leave objective, corrupt_ratio and span_length out")
-    return data, objective
-
-
-def settle_pairs(cfg, data: DataSet):
-    """Replaces cfg.pairs=auto by what the data are. ValueError if they, or other flags, do not go with cfg.pairs."""
-    if cfg.pairs is True and not data.pairs:
-        fact = f"pairs=True, but dataset={cfg.dataset} has no mask of targets"
-        raise ValueError(f"{fact}; prepare it with --pairs, or set pairs=False")
-    if cfg.pairs == "auto":
-        cfg.pairs = data.pairs
-    if cfg.pairs:
-        fact = f"objective={cfg.objective} has no pairs, as dataset={cfg.dataset} has"
-        require(cfg.objective in PAIRS, f"{fact}; set objective to causal or seq2seq, or pairs=False")
-        for name in {"corrupt_ratio", "span_length"} & cfg.given:
-            fact = f"{name}={getattr(cfg, name)} has no effect on dataset={cfg.dataset}, which holds pairs"
-            raise ValueError(f"{fact}; leave {name} out")
-        cfg.doc_mask = True
-        cfg.doc_positions = cfg.pos in ("learned", "sinusoidal")
-        cfg.__post_init__()  # refuses what does not go with them

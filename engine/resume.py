@@ -30,11 +30,11 @@ from engine.parallel.layout import Slice
 from engine.parallel.ranks import all_gather, on_every_rank, on_first_rank
 from engine.parallel.sharded import ShardedModel
 from engine.plan.accounting import skeleton
+from engine.settle import AUTO
 from flags import documented, flags_of_data, refuse, setting, unused
 from model import ModelConfig
 
 OWN = ("out_dir", "init_from")  # flags of one run, which are no defaults for the runs that continue it
-SETTLED_BY_AUTO = {"dtype", "compile", "fp32_residual", "pairs"}  # whose `auto` becomes a choice that is stored
 NEW = {
     "step": 0, "samples": 0, "skipped": 0, "norms": [], "flags": {}, "data": {}, "best_val_loss": None, "best_step": 0,
 }  # fmt: skip
@@ -62,33 +62,30 @@ def check_shared(out_dir: str):
         raise ValueError(f"{fact}; give one on a file system that all ranks share")
 
 
-def check_out_dir(cfg: Config):
+def check_out_dir(cfg: Config) -> dict:
     """ValueError if out_dir is of another kind, or holds the checkpoints of a run. If they have the flags of this one,
-    and torchrun may have started this command again (its flag --max-restarts), cfg becomes a resume. Evaluations write
-    nothing, so they may have weights of another place, but not random ones."""
+    and torchrun may have started this command again (its flag --max-restarts), returns them, as this run goes on from
+    there. Evaluations write nothing, so they may have weights of another place, but not random ones."""
     folder = Path(cfg.out_dir)
     where = f"out_dir={cfg.out_dir}"
     if cfg.eval_only:
         if cfg.init_from == "scratch" and (checkpoint.steps_in(folder) or (folder / "state.json").exists()):
             fact = f"would evaluate random weights, and {where} holds trained ones"
             refuse(cfg, "eval_only", f"{fact}; set --init_from=resume")
-        return
+        return {}
     if folder.is_file() or (folder / "state.json").exists():
         remedy = "to go on from it, write its name into the file latest beside it and give the folder of both"
         raise ValueError(f"{where} is one checkpoint, not the folder of a run; {remedy}")
     if cfg.init_from == "resume":
-        return
+        return {}
     if not (folder / "latest").exists():
-        return files.check_own((folder / "metrics.jsonl").exists(), folder, "out_dir")
+        files.check_own((folder / "metrics.jsonl").exists(), folder, "out_dir")
+        return {}
     if may_restart():
         stored = checkpoint.read(folder, lambda _, state: state["flags"])
-        auto = {name for name in SETTLED_BY_AUTO if getattr(cfg, name) == "auto"}
-        settled_later = auto | {"init_from", "vocab_size"}
-        if all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in settled_later):
-            cfg.init_from = "resume"
-            for name in auto:
-                setattr(cfg, name, stored[name])
-            return
+        open_yet = {"init_from", "vocab_size", *(name for name in AUTO if getattr(cfg, name) == "auto")}
+        if all(stored.get(name) == value for name, value in asdict(cfg).items() if name not in open_yet):
+            return stored
     raise ValueError(f"{where} already holds a run; go on with --init_from=resume, or choose another --out_dir")
 
 

@@ -16,8 +16,7 @@ from configurator import parse
 from data.errors import require
 from data.loader import Loader
 from data.lock import temporary_folder
-from data.objective import open_with_objective
-from engine import optim
+from engine import optim, settle
 from engine.config import Config
 from engine.decode import generate
 from engine.device import device_name, peak_flops, peak_memory_bytes, resolve_device, resolve_dtype
@@ -63,7 +62,7 @@ def ms_per_step(cfg: Config) -> float:
     """Train on random tokens for some seconds after the first steps; the median of the rounds of steps."""
     with temporary_folder(TEMPORARY) as cfg.dataset:
         random_data(cfg.dataset, 2048 * cfg.block_size, cfg.vocab_size)
-        data, objective = open_with_objective(cfg)
+        data, objective = settle.by_data(cfg)
         ranks = parallel.join(cfg)
         if ranks.compile:
             torch._dynamo.reset()  # the graphs of other configurations would count towards the limit of recompilations

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,16 +25,12 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 CHOSEN = os.environ.get(FOLDER)  # by the user; read now: torch sets the variable when dynamo is imported
 
 
-def settle(cfg: Config, ranks: Ranks) -> Ranks:
-    """Replace compile=auto in cfg by True or False, and return `ranks` with the compilation of this run. Every rank
-    calls this function. Where torch.compile does not work on one of them, the run goes on without it. A flag
-    compile=True keeps its value then, so that a resume on another machine is compiled again."""
-    wanted = ranks.compile
+def is_compiled(cfg: Config, ranks: Ranks) -> bool:
+    """Whether the run is compiled, if its flags ask for it. Every rank calls this function. Where torch.compile does
+    not work on one of them, the run goes on without it."""
     if cfg.eval_only and ranks.device.type == "cpu" and "compile" not in cfg.given:
-        wanted = False  # one evaluation takes less time than the compilation that a checkpoint's flag asks for
-    compiled = wanted and works(ranks)
-    cfg.compile = compiled if cfg.compile == "auto" else wanted
-    return replace(ranks, compile=compiled)
+        return False  # one evaluation takes less time than the compilation that a checkpoint's flag asks for
+    return ranks.compile and works(ranks)
 
 
 def works(ranks: Ranks) -> bool:

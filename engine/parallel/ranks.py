@@ -133,7 +133,7 @@ def join(cfg: Config) -> Ranks:
     `auto` takes the best choice that the machine offers. The flags of a training must have passed `check_flags`."""
     place = environment()
     device = resolve_device(cfg.device, place.local_rank)
-    compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile  # see also compilation.settle
+    compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile  # see also compilation.is_compiled
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":

@@ -30,6 +30,7 @@ from engine.parallel.fsdp import kept_whole
 from engine.parallel.recomputation import recompute
 from engine.parallel.sharded import load_biases
 from engine.plan.accounting import skeleton
+from engine.settle import by_device
 from model import MLP, Block, ExpertLinear, Inputs, MultiHeadAttention
 
 GPU = torch.device("cuda")
@@ -86,7 +87,7 @@ class Rank:
         self.dtype = torch.bfloat16 if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
         self.width = self.dtype.itemsize  # bytes of a number in matrix products
         self.cast = self.width if self.width < 4 else 0  # bytes that autocast keeps of a number, cast to 16 bits
-        cfg.fp32_residual = ops.wide_stream(cfg.fp32_residual, device, self.dtype)
+        by_device(cfg, device, self.dtype)
         self.fsdp = cfg.parallel == "fsdp" and size > 1
         data = ranks.data_ranks(cfg, size)
         shards = data * cfg.cp // cfg.dp_replicate

@@ -19,6 +19,7 @@ import train
 from configurator import parse
 from data import lock
 from data.files import new_file, write_file
+from engine import settle
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
@@ -29,10 +30,10 @@ from tests.helpers import TINY, losses, refused
 
 def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, capsys):
     """It comes after the first one's look at out_dir and before its first line. Evaluations and plans lock nothing."""
-    join = train.join
+    join = settle.join
 
     def others_come(cfg):
-        monkeypatch.setattr(train, "join", join)
+        monkeypatch.setattr(settle, "join", join)
         flags = [f"--dataset={tiny_data}", f"--out_dir={cfg.out_dir}", "--seed=2"]
         for how in (["--init_from=resume"], TINY):
             belongs = f"out_dir={cfg.out_dir} belongs to process {os.getpid()} on "
@@ -42,9 +43,9 @@ def test_a_second_run_is_refused_before_it_looks(run, tiny_data, monkeypatch, ca
         assert os.listdir(cfg.out_dir) == [".lock"]
         return join(cfg)
 
-    monkeypatch.setattr(train, "join", others_come)
+    monkeypatch.setattr(settle, "join", others_come)
     folder = run("--max_iters=6", out="one")
-    assert train.join is join, "no other run has come"
+    assert settle.join is join, "no other run has come"
     assert losses(folder) == losses(run("--max_iters=6", out="alone"))
 
 

@@ -177,7 +177,7 @@ def test_what_cannot_start(source, tiny_data, tmp_path, capsys):
     for other in ([start[-1]], [f"--init_from=hf:{tmp_path / 'exported'}"], resumed):
         line = refused(train.main, [*new, *other, f"--dataset={tmp_path / 'chars'}"], capsys)
         assert "another tokenizer" in line and not (tmp_path / "new" / "latest").exists()
-    assert "vocab_size=257 has no room" in refused(train.main, [*start, "--objective=masked"], capsys)
+    assert "has no room for the 258 ids" in refused(train.main, [*start, "--objective=masked"], capsys)
     refused(train.main, [*new, f"--init_from=ema:{source}"], capsys, ["keeps no average of its weights; train with"])
     assert "no directory" in refused(train.main, [*new, f"--init_from=checkpoint:{tmp_path / 'absent'}"], capsys)
     assert "no checkpoint in" in refused(train.main, [*new, f"--init_from=checkpoint:{tiny_data}"], capsys)

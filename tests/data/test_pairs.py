@@ -18,12 +18,12 @@ from data import corpus
 from data.dataset import open_data
 from data.loader import Loader, count_windows, eval_batches
 from data.numbers import prepare as numbers
-from data.objective import PAIRS, open_with_objective
+from data.objective import PAIRS
 from data.pairs import documents, encode
 from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
-from engine import weights
+from engine import settle, weights
 from engine.answers import greedy
 from engine.config import Config
 from model import Model, ModelConfig
@@ -123,7 +123,7 @@ def test_what_has_no_pairs_is_refused(tmp_path, record, pairs, flags, words):
 
 def opened(folder: Path, split: str = "train", **flags):
     cfg = Config(dataset=str(folder), **flags)
-    data, objective = open_with_objective(cfg)
+    data, objective = settle.by_data(cfg)
     return data.split(split), objective, cfg
 
 
@@ -288,10 +288,10 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
         opened(out, block_size=enough, objective=name)
         assert "too long" in error(opened, out, block_size=enough - 1, objective=name)
     for more, words in {
-        "--objective=masked": "objective=masked has no pairs",
-        "--corrupt_ratio=0.2 --objective=seq2seq": "corrupt_ratio=0.2 has no effect on dataset=",
+        "--objective=masked": "the data are pairs; set objective to causal",
+        "--corrupt_ratio=0.2 --objective=seq2seq": ": has no effect on dataset=",
         f"--dataset={out}:0.5,{tiny_data}:0.5": "mixes data of different kinds",
-        f"--dataset={tiny_data} --pairs=True": "has no mask of targets; prepare it with --pairs",
+        f"--dataset={tiny_data} --pairs=True": "no mask of targets; prepare it with --pairs",
         "--block=c.joint_slots,p --pos=rope --block_size=24": "doc_mask=True",
     }.items():
         refused(train.main, [*flags, *more.split()], capsys, [words])

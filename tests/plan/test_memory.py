@@ -116,7 +116,7 @@ def test_what_fits_on_several_ranks_is_not_refused(trained, tiny_data, tmp_path,
     cfg = parse(Config, [*TINY, "--parallel=fsdp", "--gradient_accumulation_steps=4", "--vocab_size=257"])
     rank = Rank(cfg, 4, CPU)
     largest = {"train": 4 * rank.states, "evaluate": 4 * rank.parameters}
-    monkeypatch.setattr(train, "join", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("engine.settle.join", mock.Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr("engine.weights.ShardedModel", mock.Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr("engine.checkpoint.files.on_first_rank", lambda action: action())
 

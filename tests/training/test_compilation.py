@@ -12,10 +12,11 @@ import torch
 import ops
 import train
 from configurator import parse
+from engine import settle
 from engine.config import Config
 from engine.parallel import compilation
 from engine.parallel import ranks as parallel
-from engine.parallel.compilation import choose_folder, kind_of_kernels, settle, try_compiler
+from engine.parallel.compilation import choose_folder, is_compiled, kind_of_kernels, try_compiler
 from engine.parallel.recomputation import recompute
 from model import Block, Model, ModelConfig, Stack
 from tests.families import FAMILIES
@@ -41,7 +42,7 @@ def test_auto_compiles_on_gpus(monkeypatch, works, flag, kind):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(major=9))
     cfg = Config(compile=flag, dtype="float32")
     wanted = kind == "cuda" if flag == "auto" else flag
-    compiled = settle(cfg, parallel.join(cfg)).compile
+    compiled = settle.by_machine(cfg).compile
     assert compiled is (works and wanted)
     assert cfg.compile is (compiled if flag == "auto" else flag)
 
@@ -68,7 +69,7 @@ def test_a_resume_keeps_the_compilation(tiny_data, tmp_path, monkeypatch, capsys
     assert ", compiled" not in go("--init_from=resume", "--max_iters=5")
 
 
-def settle_on_two_ranks():
+def compile_on_two_ranks():
     cfg = parse(Config, [*FLAGS, "--dtype=float32", "--compile=True"])
     ranks = parallel.join(cfg)
     for works in ("11", "10", "01"):
@@ -78,12 +79,12 @@ def settle_on_two_ranks():
                 raise ValueError(f"no compiler on rank {ranks.rank}")
 
         compilation.try_compiler = attempt
-        assert settle(cfg, ranks).compile == (works == "11")
+        assert is_compiled(cfg, ranks) == (works == "11")
 
 
 def test_all_ranks_do_the_same(tmp_path):
     """A rank without a compiler keeps all of them from compiling."""
-    launch(2, settle_on_two_ranks, tmp_path)
+    launch(2, compile_on_two_ranks, tmp_path)
     first, other = ((tmp_path / f"rank {rank}").read_text() for rank in range(2))
     assert first.count(COMPILING) == 3
     assert first.count(FAILS) == 2

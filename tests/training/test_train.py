@@ -16,7 +16,7 @@ from configurator import parse
 from data.objective import OBJECTIVE
 from data.tokenizer import CharTokenizer
 from data.writer import ShardWriter
-from engine import evaluation, weights
+from engine import evaluation, settle, weights
 from engine.checkpoint import files as checkpoint
 from engine.config import Config
 from engine.evaluation import Evaluation
@@ -109,7 +109,7 @@ def test_vocabulary_has_room_for_the_objective(tmp_path, objective, chars, given
     flags = {"causal": {}, "masked": {"corrupt_ratio": 0.3}, "seq2seq": {"corrupt_ratio": 0.3, "span_length": 1.5}}
     cfg = Config(dataset=str(tmp_path), objective=objective, block_size=16, vocab_size=given, **flags[objective])
     shape = {"corrupt_ratio": cfg.corrupt_ratio, "span_length": cfg.span_length}
-    _, made = train.open_with_objective(cfg)
+    _, made = settle.by_data(cfg)
     assert cfg.vocab_size == vocab_size
     assert made == OBJECTIVE[objective](chars, None, 16, **shape)
 
@@ -143,7 +143,7 @@ def test_figures_that_cannot_be_written(run, monkeypatch, capsys):
 def test_no_rank_counts_bytes_if_one_cannot(tiny_data):
     """A table that only some nodes have in their cache."""
     cfg = parse(Config, [*TINY, f"--dataset={tiny_data}"])
-    data, _ = train.open_with_objective(cfg)
+    data, _ = settle.by_data(cfg)
     stream = data.split("val")
     with_others = SimpleNamespace(device=torch.device("cpu"), sum=lambda x: x + 1)
     token_bytes, why_not = evaluation.byte_lengths(cfg, data, stream, with_others)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from configurator import read_flags, resolve
 from data.errors import require
-from data.objective import open_with_objective
+from engine import settle
 from engine.config import Config
 from engine.metrics import read_metrics
 from engine.plan import accounting
@@ -68,7 +68,7 @@ class Run:
         """The costs of a training, also with further arguments."""
         cfg = self.read(*more)
         require(not cfg.batch_ramp, f"batch_ramp={cfg.batch_ramp}: the steps of a comparison are equal; leave it out")
-        _, objective = open_with_objective(cfg)
+        _, objective = settle.by_data(cfg)
         model = accounting.skeleton(cfg)
         flops_per_token = accounting.flops(model, *objective.lengths) / cfg.block_size
         tokens_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
