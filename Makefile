@@ -39,9 +39,10 @@ baselines: .venv/ready-test data/pycode/meta.json
 		--run="--block=c.none+p --n_layer=6 --mlp_ratio=2 --value_embedding=False" \
 		--run="--block=simplified_parallel --conv=0" --run=--block=simplified_parallel
 
-gpu: .venv/ready-test
+gpu: .venv/ready-test data/pycode/meta.json
 	$(BIN)/python -m pytest -m gpu --device=cuda
-	$(BIN)/python -m tools.bench --config=124M
+	$(BIN)/python -m tools.bench --rounds=1 config/train_gpt2.py --dataset=pycode --vocab_size=50304 \
+		--gradient_accumulation_steps=5 --max_iters=200
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

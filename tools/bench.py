@@ -1,7 +1,6 @@
-"""Measures how fast this machine trains and decodes, and compares training runs and checkouts.
+"""Measures how fast this machine trains, and compares training runs and checkouts.
 
-    python -m tools.bench                                   # a table for this machine, a minute
-    python -m tools.bench --config=4L/192/T256/B8           # one of its configurations (CONFIGS in tools/speed.py)
+    python -m tools.bench config/train_pycode.py --max_iters=60 --cooldown_iters=5
     python -m tools.bench --against=../nanoGPT config/train_shakespeare_char.py --device=cpu ...
     python -m tools.bench --run=config/pycode_gpt2.py --run=config/pycode_llama.py --max_iters=60 --cooldown_iters=5
 
@@ -19,28 +18,23 @@ from statistics import median
 from configurator import parse
 from data.errors import command, require, user_errors
 from flags import Flags
-from tools import speed
 from tools.training_process import ROOT, measure, words_of
 
 
 @dataclass
 class BenchConfig(Flags):
     # --- bench
-    config: str = ""  # the only configuration of the table
     run: str = ""  # arguments of train.py; repeat the flag to compare runs
     against: str = ""  # folder of another checkout with a train.py, such as ../nanoGPT
     rounds: int = 3  # [>0] how often each run is measured
 
 
 def read(argv: list[str]) -> tuple[BenchConfig, list[tuple[str, list[str]]]]:
-    """The flags; and the text of each --run with all arguments of its train.py, if runs are to be compared."""
+    """The flags; and the text of each --run with all arguments of its train.py."""
     names = {f"--{field.name}" for field in fields(BenchConfig)} | {"-h", "--help"}
     own = [arg for arg in argv if arg.partition("=")[0] in names]
     shared = [arg for arg in argv if arg not in own]
     cfg = parse(BenchConfig, own, __doc__)
-    if not shared and cfg.sources.keys() <= {"config"}:
-        return cfg, []
-    require(not cfg.config, f"config={cfg.config} is of the table, and the other arguments compare runs; leave one out")
     texts = [arg.removeprefix("--run=") for arg in own if arg.startswith("--run=")]
     runs = []
     for text in texts or [""]:
@@ -69,8 +63,6 @@ def compare(checkouts: list[Path], runs: list[tuple[str, list[str]]], rounds: in
 def main(argv: list[str] | None = None):
     with user_errors():
         cfg, runs = read(sys.argv[1:] if argv is None else argv)
-        if not runs:
-            return speed.table(cfg.config)
         checkouts = [ROOT]
         if cfg.against:
             checkouts.insert(0, Path(cfg.against).resolve())

@@ -1,26 +1,18 @@
-"""bench.py: wrong options, ratios of whole runs, child processes that end with it, the table; all on the CPU."""
+"""bench.py: wrong options, ratios of whole runs, child processes that end with it."""
 
 import os
 import signal
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from data.lock import locked
-from engine import optim
-from engine.parallel import ranks as parallel
-from engine.parallel.sharded import ShardedModel
-from engine.plan import accounting
-from model import Model
 from tests import ranks
 from tests.helpers import ROOT, gone, refused, until
-from tools import bench, speed, training_process
+from tools import bench, training_process
 
 TRAIN = """
 import pathlib, sys, time
@@ -47,18 +39,12 @@ def checkout(folder: Path, train: str = TRAIN) -> Path:
 
 def test_wrong_options(monkeypatch, capfd):
     monkeypatch.setattr(training_process, "Child", lambda *_: pytest.fail("something was started"))
-    monkeypatch.setattr(speed, "ms_per_step", lambda *_: pytest.fail("something was measured"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for argv, fragments in (
+        ([], ["nothing to train", "--max_iters"]),
         (["--against=."], ["nothing to train", "--max_iters"]),
         (["--rounds=0", "x"], ["rounds=0", "must be >0"]),
-        (["--config=4L"], ["config=4L", "4L/128/T64/B12", "4L/192/T256/B8"]),
-        (["--config=4L/192/T256/B8", "--max_iters=9"], ["config=4L/192/T256/B8", "leave one out"]),
-        (["--config=124M"], ["config=124M", "needs a GPU with CUDA"]),
     ):
         refused(bench.main, argv, capfd, fragments)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
-    refused(bench.main, [], capfd, ["WORLD_SIZE is above 1"])
 
 
 def test_a_run_that_fails(capfd, tmp_path):
@@ -154,69 +140,3 @@ def test_a_child_ends_with_bench(number, tmp_path):
     assert process.exitcode == 128 + signal.SIGINT
     assert not Path(out).parent.exists()
     assert (there / "stdout").read_text() + (there / "stderr").read_text() == ""
-
-
-@pytest.fixture
-def tiny(monkeypatch):
-    """One tiny configuration, for a CPU whose dtype is bfloat16."""
-    shape = "--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --vocab_size=65"
-    monkeypatch.setattr(speed, "CONFIGS", {"small": f"{shape} --device=cpu --compile=False"})
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
-    monkeypatch.setattr(parallel, "agreed_dtype", lambda flag, _: getattr(torch, flag.replace("auto", "bfloat16")))
-
-
-def test_the_table(tiny, monkeypatch, capsys):
-    """A row of training for each dtype, whose share is that of its own peak, and rows of decoding."""
-    peaks = {torch.bfloat16: 2e9, torch.float32: 1e9}
-    monkeypatch.setattr(speed, "measured_peak", lambda device, dtype: peaks[dtype])
-    bench.main([])
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in said[3:5]] == [["small", "bfloat16"], ["small", "float32"]]
-    flops = 4 * accounting.flops(Model(speed.flags("small")), 16)
-    for line, peak in zip(said[3:5], peaks.values(), strict=True):
-        tokens_per_s, ms, share = map(float, line.replace(",", "").rstrip("%").split()[2:])
-        assert tokens_per_s == pytest.approx(1000 * 4 * 16 / ms, rel=0.1)
-        assert share == pytest.approx(100 * flops * tokens_per_s / 64 / peak, rel=0.01, abs=0.06)
-    assert [line.split()[::3] for line in said[7:]] == [["small", "1"], ["small", "8"]]
-
-
-def test_a_gpu_has_two_more_columns(monkeypatch):
-    """GPT-2 in bfloat16, 25 ms a step. The peak of the memory is that of this training alone."""
-    peak = [80.0]  # GiB, of the row before
-    monkeypatch.setattr(speed, "resolve_device", lambda flag: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(peak) * 2**30)
-    monkeypatch.setattr(speed, "ms_per_step", lambda cfg: peak.append(6.5) or 25.0)
-    for name, mfu in (("NVIDIA H100 80GB HBM3", "42.5%"), ("unknown", "nan%")):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        row = speed.training_row("124M", "bfloat16", 8e14).split()
-        assert row == ["124M", "bfloat16", "491,520", "25.0", "52.5%", mfu, "6.50"]
-
-
-def test_the_peak_is_that_of_a_product(clock, monkeypatch):
-    """2 x 1024^3 FLOPs in two seconds."""
-
-    def product(x, _):
-        clock.now += 2.0
-        return x
-
-    monkeypatch.setattr(speed, "Timer", partial(speed.Timer, timer=lambda: clock.now))
-    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
-    assert speed.measured_peak(torch.device("cpu"), torch.float32) == pytest.approx(2.0**30)
-
-
-def test_a_step_is_the_median_of_the_rounds(tiny, clock, monkeypatch):
-    """Two rounds to warm up, then rounds of three steps, which take 10 s at least."""
-    seconds = [*[100] * 6, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    monkeypatch.setattr(speed, "SECONDS", 10.0)
-    monkeypatch.setattr(speed, "Timer", partial(speed.Timer, timer=lambda: clock.now))
-    calls = iter(seconds)
-
-    def backward(self, loader, micro_steps, scaler):
-        clock.now += next(calls)
-
-    monkeypatch.setattr(ShardedModel, "backward", backward)
-    monkeypatch.setattr(ShardedModel, "clip", lambda self, limit: None)
-    monkeypatch.setattr(optim, "build", lambda *_: Mock())
-    assert speed.ms_per_step(speed.flags("small", "float32")) == 2000
-    assert next(calls, None) is None
