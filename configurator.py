@@ -6,60 +6,35 @@
 A flag is one line of a dataclass, `name: type = default  # doc`. A line `# --- title` begins a section of flags. Types
 are int, float, str, bool, Literal["a", "b"], and unions such as `bool | Literal["auto"]`.
 
-A config file is parsed, never executed. It holds comments, a docstring and lines `name = value`. A value is a number, a
-string, True or False, an earlier name of the same file, numbers joined by + - * / // % ** and parentheses, or strings
-joined by +. A name that begins with an underscore is a variable of the file; every other name must be a flag. On the
-command line, a str flag takes its text as the shell gives it, quotes included; all other values are those of a file.
-
-Conversions lose nothing: 1e3 and 5_000 are ints, 64.5 is not. No flag can be nan or inf.
+engine/config_files.py says what a config file may hold. On the command line, a str flag takes its text as the shell
+gives it, quotes included; all other values are those of a file. Conversions lose nothing: 1e3 and 5_000 are ints, 64.5
+is not. No flag can be nan or inf.
 """
 
 import ast
-import difflib
-import glob
 import math
-import operator
 import os
 import re
 import sys
 from collections.abc import Hashable, Iterable
 from copy import copy
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from data.errors import require, say
+from data.errors import say
+from engine.config_files import CONSTANTS, NO_VALUE, Setting, evaluate, read_file
 from engine.help import alternatives, choices, like, usage
 from engine.retired import is_retired
-from flags import Flags, check_limits, check_rules, refuse, refuse_unused, rests_on, setting, unused
+from flags import Flags, check_limits, documented, names_in, refuse, refuse_unused, rests_on, setting, unused
 from model import Model, ModelConfig
 
 T = TypeVar("T")
 PATHS = {"out_dir", "init_from", "dataset", "file", "answers", "out", "against"}  # flags of files and folders
 COMMAND_LINE = "command line"  # the place where a flag was set; other places are "file:line" and checkpoints
-CONSTANTS = {"true": True, "false": False}
-OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-    ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
-LARGEST_FILE = 2**20  # bytes
-LARGEST = 1000  # characters of a computed number or text
-LARGEST_EXPONENT = 64  # so 9**9**9 is refused, not computed
-NO_VALUE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)  # what evaluate and ast.parse raise
-ALLOWED = "a config file holds only name = value; a value is a literal or arithmetic over literals and earlier names"
 
 
 # ---- Reading
-
-
-class Setting(NamedTuple):
-    """A flag that a config file, an argument or a checkpoint sets."""
-
-    name: str
-    value: Any
-    place: str  # "file:line", COMMAND_LINE or a checkpoint
 
 
 def parse(cls: type[T], argv: list[str] | None = None, doc: str = "") -> T:
@@ -108,6 +83,15 @@ def read_flags(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[
     return typed(cls, last.values())
 
 
+def check_rules(cls: type):
+    """ValueError if a rule of the dataclass names neither a flag nor a fact."""
+    for name, flag in documented(cls).items():
+        for rule in flag.rules:
+            for unknown in names_in(rule):
+                if not hasattr(cls, unknown):
+                    raise ValueError(f"{cls.__name__}.{name}: its rule [{rule}] names {unknown!r}, which is no flag")
+
+
 def typed(cls: type, settings: Iterable[Setting]) -> dict[str, Setting]:
     """The settings by name, in the types of the flags of `cls`. nanoGPT's become ours; retired ones are left out."""
     found = {}
@@ -136,7 +120,7 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     if isinstance(cfg, Flags):
         check_limits(cfg)  # before any rule, because facts count layers
     overruled = set()  # by the command line, or because nothing changes with it
-    for name, why in getattr(cfg, "useless", {}).items():
+    for name, why in useless(cfg).items():
         if name in given:
             overruled.add(name)
             leave_out(cfg, name, why, settings, given, defaults)
@@ -157,6 +141,22 @@ def resolve(cls: type[T], given: dict[str, Setting], stored: dict[str, Any] | No
     if isinstance(cfg, ModelConfig):
         try_flags(cfg)
     return cfg
+
+
+def useless(cfg: Any) -> dict[str, str]:
+    """Flags whose values change nothing -> why. Models that were made with other sizes may have them."""
+    if not isinstance(cfg, ModelConfig):
+        return {}
+    found = {}
+    if cfg.window >= cfg.block_size:
+        found["window"] = f"no token is farther away than block_size={cfg.block_size}"
+    layers = max(cfg.n_layer, cfg.n_encoder_layer)
+    for name in ("window_pattern", "pos_pattern"):
+        if len(getattr(cfg, name)) > layers:
+            found[name] = f"it has more letters than the {layers} layers"
+    if {*cfg.pos_pattern} == {"G", "L"} and not cfg.rope_scaling and cfg.rope_theta == cfg.rope_theta_local:
+        found["pos_pattern"] = f"G and L are the same, as rope_theta and rope_theta_local are {cfg.rope_theta:g}"
+    return found
 
 
 def leave_out(cfg: Flags, name: str, why: str, settings: dict, given: dict, defaults: dict):
@@ -205,63 +205,6 @@ def read_argument(cls: type, arg: str) -> Setting:
     except NO_VALUE:
         value = text  # such as adamw
     return Setting(name, value, COMMAND_LINE)
-
-
-def read_file(path: str) -> list[Setting]:
-    """The settings of a config file. ValueError if it holds anything else."""
-    if not os.path.isfile(path):
-        files = glob.glob("config/*.py") + glob.glob(f"{glob.escape(path)}.py")
-        near = difflib.get_close_matches(path.removesuffix(".py") + ".py", files, 1, cutoff=0.7)
-        remedy = f"check the path; flags are written --name=value, such as --out_dir={path}"
-        if near and not os.path.isdir(path):
-            remedy = f"the nearest is {near[0]}"
-        raise FileNotFoundError(f"{path}: no such config file; {remedy}")
-    require(os.path.getsize(path) <= LARGEST_FILE, f"{path} has more than {LARGEST_FILE:,} bytes; {ALLOWED}")
-    settings = []
-    names = dict(CONSTANTS)
-    line = 1
-    try:
-        for node in ast.parse(Path(path).read_bytes()).body:
-            line = node.lineno
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)]):
-                    names[name] = evaluate(node.value, names)
-                    if not name.startswith("_"):
-                        settings.append(Setting(name, names[name], f"{path}:{line}"))
-                case ast.Expr(value=ast.Constant(value=str())):
-                    pass  # a docstring
-                case _:
-                    raise ValueError(shown(node))
-    except NO_VALUE as error:
-        line = getattr(error, "lineno", None) or line
-        raise ValueError(f"{path}:{line}: {getattr(error, 'msg', error)}; {ALLOWED}") from None
-    return settings
-
-
-def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    """The value of a literal or of arithmetic over literals and `names`; one of NO_VALUE for all else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str):
-        return node.value
-    if isinstance(node, ast.Name):
-        require(node.id in names, f"{node.id} is not set earlier in this file")
-        return names[node.id]
-    function = OPERATORS.get(type(getattr(node, "op", None)))
-    if function is None:
-        raise ValueError(shown(node))
-    operands = [evaluate(child, names) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    texts = [isinstance(operand, str) for operand in operands]
-    if any(texts) and not (all(texts) and function is operator.add):
-        raise ValueError(shown(node))
-    if function is operator.pow and abs(operands[1]) > LARGEST_EXPONENT:
-        raise ValueError(f"the exponent of {shown(node)} is too large")
-    result = function(*operands)
-    if len(str(result)) > LARGEST:
-        raise ValueError("the result is too large")
-    return result
-
-
-def shown(node: ast.AST) -> str:
-    return ast.unparse(node).splitlines()[0][:60]
 
 
 # ---- Values

@@ -9,7 +9,7 @@ continues it. All rules of a flag must hold:
 
 A rule has terms, joined by `and` and `or`. A term is name=value|value, name!=value, name>number or the name of a fact.
 A value may hold a *, as in file names. A fact is a bool property of the dataclass; errors quote its docstring. A term
-about a flag that the dataclass does not have holds, but `check_rules` refuses it in the flags of a command.
+about a flag that the dataclass does not have holds, but the configurator refuses it in the flags of a command.
 """
 
 import ast
@@ -117,15 +117,6 @@ def rests_on(cfg: Flags, rules: list[str]) -> list[str]:
 def names_in(rule: str) -> list[str]:
     """The flags and facts of a rule."""
     return [TERM.fullmatch(term)[1] for term in re.split(" and | or ", rule)]
-
-
-def check_rules(cls: type):
-    """ValueError if a rule of the dataclass names neither a flag nor a fact."""
-    for name, flag in documented(cls).items():
-        for rule in flag.rules:
-            for unknown in names_in(rule):
-                if not hasattr(cls, unknown):
-                    raise ValueError(f"{cls.__name__}.{name}: its rule [{rule}] names {unknown!r}, which is no flag")
 
 
 def fact(cls: type, name: str) -> str | None:
@@ -393,20 +384,6 @@ class LayerFlags(Flags):
             wiring = [self.sums(layer) for layer in range(max(self.n_layer, self.n_encoder_layer))]
         heads = {"attention": "", "n_kv_head": self.kv_heads, "head_dim": self.head_size}
         return heads | {"block": wiring, "n_dense_layer": 0}
-
-    @property
-    def useless(self) -> dict[str, str]:
-        """Flags whose values change nothing -> why. Models that were made with other sizes may have them."""
-        found = {}
-        if self.window >= self.block_size:
-            found["window"] = f"no token is farther away than block_size={self.block_size}"
-        layers = max(self.n_layer, self.n_encoder_layer)
-        for name in ("window_pattern", "pos_pattern"):
-            if len(getattr(self, name)) > layers:
-                found[name] = f"it has more letters than the {layers} layers"
-        if {*self.pos_pattern} == {"G", "L"} and not self.rope_scaling and self.rope_theta == self.rope_theta_local:
-            found["pos_pattern"] = f"G and L are the same, as rope_theta and rope_theta_local are {self.rope_theta:g}"
-        return found
 
     @property
     def readers(self) -> list[tuple[Reader, int]]:

@@ -1,5 +1,5 @@
 """Modules import each other in one direction: commands and tools -> engine -> configurator -> model -> ops and flags,
-and data imports none of these. Two modules of engine are parts of the configurator."""
+and data imports none of these. Three modules of engine are parts of the configurator."""
 
 import ast
 import sys
@@ -17,7 +17,7 @@ MODULE = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path 
 SOURCE = {name: path.read_text(encoding="utf-8") for name, path in MODULE.items()}
 COMMANDS = {name for name, source in SOURCE.items() if '\nif __name__ == "__main__":' in source}
 LEVEL = {"ops": 0, "flags": 0, "model": 1, "data": 1, "configurator": 2, "engine": 3, "tools": 4}  # commands: 5
-LEVEL |= {"engine.help": 1, "engine.retired": 1}
+LEVEL |= {"engine.config_files": 1, "engine.help": 1, "engine.retired": 1}
 
 
 @cache

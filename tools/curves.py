@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from configurator import read_file
 from data.errors import printable, require
 from data.files import new_file, user_path
+from engine.config_files import read_file
 from engine.metrics import read_metrics
 from engine.retired import translated
 from flags import Flags

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configurator import parse, read_flags, resolve
+from configurator import check_rules, parse, read_flags, resolve
 from data.errors import user_errors
 from engine import retired
 from engine.config import Config
 from engine.help import dump
 from engine.interchange.__main__ import ExportConfig
 from evaluate import EvaluateConfig
-from flags import check_rules, documented
+from flags import documented
 from sample import SampleConfig
 from tests.model.test_ignored import has_effect
 from tools.bench import BenchConfig
