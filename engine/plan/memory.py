@@ -17,8 +17,8 @@ from data.errors import require
 from engine.config import Config
 from engine.parallel.connection import environment
 from engine.plan.estimate import Rank
-from flags import refuse
-from model import heads_of
+from flags import Flags, refuse
+from model import ModelConfig, heads_of
 
 SIZES = ["n_embd", "n_layer", "n_encoder_layer", "mlp_ratio", "n_slot"]  # which determine the weights too
 
@@ -42,19 +42,19 @@ def check_batch(rank: Rank):
         refuse(rank.cfg, "batch_size", f"{lack}; make it smaller")
 
 
-def check_weights(path, flags, size: int, device: torch.device):
+def check_weights(path: str | Path, flags: Config, size: int, device: torch.device):
     """ValueError if a rank of `size` ranks can never have the memory for its part of the weights in `path`."""
     lack = shortage(Rank(flags, size, device).parameters, device)
     require(not lack, f"out_dir={path}: {lack}; use a machine with more memory, or a smaller model")
 
 
-def check_sampling(cfg: Config, flags, device: torch.device):
+def check_sampling(cfg: Flags, flags: ModelConfig, device: torch.device):
     """ValueError if the samples of sample.py's cfg from a model with these flags can never fit."""
     if lack := shortage(cfg.num_samples * bytes_of_sample(cfg, flags), device):
         refuse(cfg, "num_samples", f"{lack}; make it smaller, or use a machine with more memory")
 
 
-def bytes_of_sample(cfg: Config, flags) -> int:
+def bytes_of_sample(cfg: Flags, flags: ModelConfig) -> int:
     """The logits of a sample, and its keys and values."""
     of_logits = 4 * flags.vocab_size
     if flags.objective == "masked":
