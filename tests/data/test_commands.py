@@ -174,6 +174,37 @@ def test_pycode_holds_every_source_once(call, tmp_path, monkeypatch):
         assert read_all(data.split(split)) == [i for content in expected for i in (*content, data.eot)]
 
 
+def test_pycode_takes_each_file_of_further_packages_once(call, tmp_path, monkeypatch):
+    """A folder of unpacked wheels, and an installed package, with their licences."""
+    files = {
+        "library/a.py": "a" * 99,
+        "wheels/a.py": "a" * 99,  # which the library has
+        "wheels/one/b.py": "b",
+        "wheels/one/tests/c.py": "c",
+        "wheels/one-1.0.dist-info/METADATA": "Name: one\nLicense: MIT",
+        "site/installed/__init__.py": "d",
+        "site/installed/e.py": "b",  # which the wheels have
+        "site/installed-2.0.dist-info/METADATA": "Name: installed\nClassifier: License :: OSI Approved :: BSD",
+        "site/installed-2.0.dist-info/top_level.txt": "installed",
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path / "library")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    out = tmp_path / "out"
+    code, said, _ = call("pycode", f"--package={tmp_path}/wheels", "--package=installed", f"--out={out}")
+    assert code == 0
+    assert "wheels (MIT), installed (BSD): 1 + 2 documents" in said
+    data = dataset.open_data(out)
+    assert read_all(data.split("train")) == [*[ord("a")] * 99, data.eot]
+    assert read_all(data.split("val")) == [ord("b"), data.eot, ord("d"), data.eot]  # small enough for 5 %
+    code, _, said = call("pycode", "--package=nowhere", f"--out={out}")
+    assert code == 2
+    assert "package=nowhere: no installed package; install it, or give a folder with a /" in said
+
+
 SPEECH = "First Citizen:\nBefore we proceed any furthér, hear me speak.\n\nAll:\nSpeak, speak.\n" * 30
 
 
