@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from configurator import resolve
 from data.errors import printable, require
 from data.files import new_file, user_path
 from engine.config_files import read_file
 from engine.metrics import read_metrics
 from engine.retired import translated
 from flags import Flags
+from model import ModelConfig
 
 OF_ONE_RUN = {"out_dir", "seed"}  # flags that do not tell runs apart
 LOSSES = {"loss": "training loss", "train_loss": "training loss, evaluated", "val_loss": "validation loss"}
@@ -57,8 +59,19 @@ def read_run(folder: str) -> Run:
     return Run(folder, flags, rows)
 
 
+def one_spelling(runs: list[Run]):
+    """Give runs of one network, which may be spelled in two ways, the flags of the first of them."""
+    spelled: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        of_model = {name: value for name, value in run.flags.items() if name in ModelConfig.__dataclass_fields__}
+        network = resolve(ModelConfig, {}, of_model).network
+        own = {name: run.flags[name] for name in network if name in run.flags}
+        run.flags.update(spelled.setdefault(repr(network), own))
+
+
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs that differ only in the seed, by a name: the flags in which they differ from others that use these flags."""
+    one_spelling(runs)
     values: dict[str, set] = defaultdict(set)
     for run in runs:
         for name, value in run.flags.items():

@@ -10,6 +10,7 @@ from engine.interchange import __main__ as interchange
 from engine.interchange.huggingface import read_hf
 from model import Model
 from tests.helpers import edit_state, refused, state_of, weights_in
+from tools.curves import groups_of, read_run
 
 SHORT = ["--warmup_iters=1", "--lr_decay_iters=4", "--n_kv_head=1", "--pos=rope"]
 BEFORE = {  # flags of today -> what commit ca72a4b stores in their place; it has a --layer in each checkpoint
@@ -74,12 +75,14 @@ SPELLED = {  # names and strings of one network, and one beside it
 
 @pytest.mark.parametrize("spelled", SPELLED)
 def test_spellings_of_one_network_are_equal(run, spelled, capsys):
-    """They have the same weights, and a resume takes each. Another network is refused."""
+    """They have the same weights and one curve, and a resume takes each. Another network is refused."""
     others, different = SPELLED[spelled]
     short = ["--max_iters=2", "--warmup_iters=1"]
     runs = [run(*flags.split(), *short, out=flags) for flags in (spelled, *others)]
     first, *rest = [weights_in(folder) for folder in runs]
     assert all(torch.equal(first[name], each[name]) for each in rest for name in first)
+    groups = groups_of([read_run(str(folder)) for folder in (*runs, run(different, *short, out="different"))])
+    assert sorted(len(found) for found in groups.values()) == [1, len(runs)]
     flags = [f"--out_dir={runs[0]}", "--init_from=resume", "--max_iters=3"]
     assert f"{different[2:]} (command line): differs from " in refused(train.main, [*flags, different], capsys)
     for other in others:
