@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from configurator import try_flags
 from model import Model, ModelConfig
 from tests.models import TINY, USUAL, T, beside, changes, check_decoding, draw, jitter, tokens
 from tests.naive import Naive, knows
@@ -72,8 +71,8 @@ def any_string(rng: random.Random) -> str:
     return ",".join(sums)
 
 
-def any_flags(rng: random.Random) -> dict:
-    """Random flags that a model does not refuse."""
+def any_network(rng: random.Random) -> tuple[dict, Model, Naive]:
+    """Random flags that a model does not refuse, the model and its reference."""
     while True:
         given = {name: rng.choice(values) for name, values in OTHERS.items()}
         if rng.random() < 0.5:
@@ -86,10 +85,9 @@ def any_flags(rng: random.Random) -> dict:
         if not knows({name: value for name, value in flags.items() if value != USUAL[name]}):
             continue
         try:
-            try_flags(ModelConfig(**TINY | flags))
+            return flags, *model_and_reference(flags)
         except ValueError:
             continue
-        return flags
 
 
 def model_and_reference(flags: dict) -> tuple[Model, Naive]:
@@ -100,9 +98,8 @@ def model_and_reference(flags: dict) -> tuple[Model, Naive]:
     return model, Naive(vars(model.cfg), dict(model.named_parameters()))
 
 
-def differences(flags: dict) -> list[str]:
+def differences(model: Model, reference: Naive) -> list[str]:
     """What a model computes otherwise than the reference: logits, loss, and gradients."""
-    model, reference = model_and_reference(flags)
     cfg = model.cfg
     given = beside(model, docs=cfg.doc_mask)
     if cfg.block_size > T and cfg.doc_mask:
@@ -131,21 +128,21 @@ def plainest(flags: dict) -> dict:
     for name in sorted(flags):
         fewer = {other: value for other, value in flags.items() if other != name}
         try:
-            if differences(fewer):
+            if differences(*model_and_reference(fewer)):
                 flags = fewer
         except (ValueError, AssertionError):
             pass
     return flags
 
 
-def check(flags: dict):
-    wrong = differences(flags)
+def check(flags: dict, model: Model, reference: Naive):
+    wrong = differences(model, reference)
     assert not wrong, f"with {changes(plainest(flags))}: {', '.join(wrong[:4])}"
 
 
 @pytest.mark.parametrize("flags", PAIRS, ids=changes)
 def test_two_flags_together(flags):
-    check(flags)
+    check(flags, *model_and_reference(flags))
 
 
 @pytest.mark.parametrize("flags", [
@@ -158,7 +155,8 @@ def test_two_flags_together(flags):
 ], ids=changes)  # fmt: skip
 def test_a_text_of_several_strips(flags):
     """Longer than the strips of 128 and 256 queries, and than 256 positions, where ALiBi's columns carry over."""
-    check({"block_size": 300, "n_layer": 1} | flags)
+    flags = {"block_size": 300, "n_layer": 1} | flags
+    check(flags, *model_and_reference(flags))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -166,7 +164,7 @@ def test_any_flags(seed):
     """Five networks."""
     rng = random.Random(seed)
     for _ in range(5):
-        check(any_flags(rng))
+        check(*any_network(rng))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -175,10 +173,9 @@ def test_decoding_of_any_flags(seed):
     rng = random.Random(100 + seed)
     checked = 0
     while checked < 3:
-        flags = any_flags(rng)
-        if flags.get("objective") == "masked":
+        _, model, reference = any_network(rng)
+        if model.cfg.objective == "masked":
             continue
-        model, reference = model_and_reference(flags)
         source = beside(model, docs=False)
         with torch.no_grad():
             check_decoding(model, tokens(2, rng.choice([9, T, 3 * T])), 6, reference.logits, **source)
