@@ -277,6 +277,13 @@ engine/config.py: --lr_decay_iters is accepted beside --schedule=constant, which
   - lr_decay_iters: int = 0  # [schedule!=constant] step
   + lr_decay_iters: int = 0  # step
   tests/training/test_ignored.py
+engine/config.py: --dp_replicate is accepted beside ddp, which does not read it.
+  - dp_replicate: int = 1  # [>0] [parallel=fsdp]
+  + dp_replicate: int = 1  # [>0]
+engine/config.py: --span_length is accepted beside objectives without spans.
+  - [objective=seq2seq] mean length
+  + mean length
+  tests/training/test_ignored.py::test_a_flag_in_effect_is_read_and_others_have_none
 """
 
 
