@@ -277,6 +277,10 @@ engine/config.py: --lr_decay_iters is accepted beside --schedule=constant, which
   - lr_decay_iters: int = 0  # [schedule!=constant] step
   + lr_decay_iters: int = 0  # step
   tests/training/test_ignored.py
+engine/parallel/fsdp.py: FSDP adds the gradients of its ranks in 16 bits.
+  - reduce_dtype=torch.float32
+  + reduce_dtype=ranks.dtype
+  tests/plan/test_plan.py::test_two_ranks_send_what_is_planned
 engine/config.py: --dp_replicate is accepted beside ddp, which does not read it.
   - dp_replicate: int = 1  # [>0] [parallel=fsdp]
   + dp_replicate: int = 1  # [>0]
