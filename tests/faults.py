@@ -277,6 +277,10 @@ engine/config.py: --lr_decay_iters is accepted beside --schedule=constant, which
   - lr_decay_iters: int = 0  # [schedule!=constant] step
   + lr_decay_iters: int = 0  # step
   tests/training/test_ignored.py
+data/loader.py: On CUDA, a document whose number follows the one before it begins where that one does.
+  - torch.searchsorted(x, first[name]) for
+  + torch.searchsorted(x, first[name] - 2, right=True) for
+  tests/model/test_flash.py::test_flash_equals_naive_attention
 engine/parallel/fsdp.py: FSDP adds the gradients of its ranks in 16 bits.
   - reduce_dtype=torch.float32
   + reduce_dtype=ranks.dtype

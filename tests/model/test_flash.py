@@ -124,9 +124,9 @@ def with_boundaries(of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[to
 @pytest.mark.parametrize("slots", [False, True])
 def test_flash_equals_naive_attention(flash, causal, window, docs, slots):
     """All queries, and the last ones, whose first document lacks queries; results and gradients."""
-    for length, H, Hkv in ((11, 2, 2), (11, 4, 2), (150, 2, 1)):
+    for length, H, Hkv, gap in ((11, 2, 2, 1), (11, 4, 2, 3), (150, 2, 1, 1)):
         q, k, v, *pair = leaves((2, H, length, 8), *[(2, Hkv, length, 8)] * 2, *[(Hkv, 5, 8)] * 2 * slots)
-        of_keys = documents(length)
+        of_keys = gap * documents(length) // 3  # also of documents whose numbers follow each other
         pair = pair or None
         for queries in (length, length // 3):
             last = q[:, :, -queries:]
