@@ -101,21 +101,29 @@ def micro_batches(cfg: Config) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def difference(flags: list[str], layout: str) -> str:
-    """What differs on this rank from one process, or why the layout is refused."""
+def alone(flags: list[str]) -> tuple[list[dict], float, dict[str, torch.nn.Parameter]]:
+    """The micro-batches, their loss in one process, and the parameters with their gradients."""
     cfg = parse(Config, [*FLAGS, *flags])
     given = micro_batches(cfg)
-    alone = M.Model(cfg, cfg.seed)
-    jitter(alone)
-    alone.n_targets = sum((batch["targets"] >= 0).sum() for batch in given) / 2
-    loss = sum(alone(**batch) / 2 for batch in given)
+    model = M.Model(cfg, cfg.seed)
+    jitter(model)
+    model.n_targets = sum((batch["targets"] >= 0).sum() for batch in given) / 2
+    loss = sum(model(**batch) / 2 for batch in given)
     loss.backward()
-    expected = dict(alone.named_parameters())
+    return given, loss.item(), dict(model.named_parameters())
 
+
+JOINED = {}  # layout -> the groups of its ranks, which are those of all rows
+
+
+def difference(flags: list[str], layout: str, given: list[dict], loss: float, expected: dict) -> str:
+    """What differs on this rank from `alone`, or why the layout is refused."""
     cfg = parse(Config, [*FLAGS, *flags, layout])
     try:
         check_flags(cfg)
-        ranks = join(cfg)
+        if layout not in JOINED:
+            JOINED[layout] = join(cfg)
+        ranks = JOINED[layout]
         sharded = ShardedModel(cfg, ranks)
         sharded.fill({name: p.detach() for name, p in expected.items()})
         n = 2 // ranks.data_size
@@ -125,8 +133,8 @@ def difference(flags: list[str], layout: str) -> str:
     except ValueError as error:
         return f"refused: {error}"
     wrong = []
-    if not abs(found - loss.item()) < 1e-9:
-        wrong.append(f"loss {found} instead of {loss.item()}")
+    if not abs(found - loss) < 1e-9:
+        wrong.append(f"loss {found} instead of {loss}")
     for name, p in sharded.model.named_parameters():
         part = sharded.slice_of(name, p.grad)
         mine = part_of(expected[name].grad, part)
@@ -142,14 +150,14 @@ def difference(flags: list[str], layout: str) -> str:
 def differences(rows: list[tuple[str, str]], folder: Path):
     """Writes what differs in each layout, for rows of (flags, name of one of HACKS or nothing)."""
     torch.set_default_dtype(torch.float64)
-    found = {}
-    for name, layout in LAYOUTS.items():
-        found[name] = {}
-        for row, hack in rows:
-            with pytest.MonkeyPatch.context() as patch:
-                if hack:
-                    HACKS[hack](patch)
-                found[name][hack or row] = difference(row.split(), layout)
+    found = {name: {} for name in LAYOUTS}
+    for row, hack in rows:
+        with pytest.MonkeyPatch.context() as patch:
+            if hack:
+                HACKS[hack](patch)
+            reference = alone(row.split())
+            for name, layout in LAYOUTS.items():
+                found[name][hack or row] = difference(row.split(), layout, *reference)
     (folder / f"found {dist.get_rank()}.json").write_text(json.dumps(found))
 
 
