@@ -57,8 +57,8 @@ def is_free(port: int) -> bool:
 
 def launch(size: int, work: Callable, folder: Path, *args, fresh: bool = False) -> str:
     """work(*args) in `size` new processes, which print into files in the folder. Returns what the first one printed.
-    Fails if one of them fails. Processes that are `fresh` are Pythons of their own, as torchrun starts them, which
-    order sets of texts differently. They take 3.5 s of a CPU each."""
+    Fails if one of them fails. If they are `fresh`, the first two are Pythons of their own, as torchrun starts them:
+    these and the others order sets of texts differently. A Python takes 3.5 s of a CPU."""
     codes = exit_codes(size, work, folder, *args, fresh=fresh)
     logs = [folder / f"rank {rank}" for rank in range(size)]
     said = "\n".join(log.read_text()[-3000:] for log in logs if log.exists())
@@ -118,7 +118,8 @@ def exit_codes(size: int, work: Callable, folder: Path, *args, fresh: bool = Fal
     """Of `size` new processes that call work(*args); None of one that is killed because it ends too late."""
     port = next(filter(is_free, PORTS))
     all_args = [(rank, size, port, folder, work, args) for rank in range(size)]
-    ranks = start_fresh(_rank, all_args) if fresh else start(_rank, all_args)
+    n_fresh = 2 if fresh else 0
+    ranks = start_fresh(_rank, all_args[:n_fresh]) + start(_rank, all_args[n_fresh:])
     wait_for(ranks)
     codes = [each.exitcode for each in ranks]
     for each in ranks:

@@ -110,7 +110,7 @@ MIXED = {
     "four stages": ([*GATED, "--tie_weights=False", "--n_layer=5", "--doc_mask=True"], ["--pp=4"]),
 }
 LAUNCHES = {"pairs": (2, PAIRS), "meshes": (4, MESHES), "mixed": (4, MIXED)}
-FRESH = {"meshes"}  # whose processes are Pythons of their own, so that an order of sets on which ranks rely shows
+FRESH = {"meshes"}  # of whose processes two are new Pythons, so that an order of sets on which ranks rely shows
 ALONE = {}
 
 
