@@ -1,41 +1,44 @@
 """Faults to plant, one at a time: each changes what the program computes and none stops it, so only a test can tell.
 
-TEXT has for each fault: its file, a path from the root, and which behaviour is wrong then; behind "- " what stands once
-in that file, and behind "+ " what takes its place. Below one or more of them are pytest's arguments for the tests that
-see them. FAULTS holds them as tuples (file, old, new, what, tests).
+TEXT has for each fault: its file, a path from the root, perhaps with a function or class in it, and which behaviour is
+wrong then; behind "- " what stands once in that file or function, and behind "+ " what takes its place. A few words of
+a function are enough, so renames elsewhere do not touch them. Below one or more faults are pytest's arguments for the
+tests that see them.
 """
 
+import ast
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 TEXT = r"""
-ops.py: Sliding windows that look both ways (masked models, encoders) see one key too many behind the query.
-  - hi = hi.minimum(i + self.window)
-  + hi = hi.minimum(i + self.window + 1)
+ops.py:Mask.visible_range: Sliding windows that look both ways see one key too many behind the query.
+  - i + self.window
+  + i + self.window + 1
   tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
-ops.py: Sliding windows by FlashAttention hold W + 1 keys, and without a window a query sees one key before it.
-  - left = mask.window - 1
-  + left = mask.window
+ops.py:flash_attention: FlashAttention's windows hold W + 1 keys, and without a window a query sees one key before it.
+  - mask.window - 1
+  + mask.window
   tests/model/test_flash.py::test_flash_equals_naive_attention
 engine/decode.py: Texts beyond block_size are cropped to one token less than the context when decoding goes on.
   -                 new = text
   +                 new = text[:, 1:]
   tests/model/test_naive.py
-model.py: The flag rope_theta does not reach RoPE's angles.
-  - frequencies(n, cfg.rope_theta, t.device)
-  + frequencies(n, 10000.0, t.device)
+model.py:Rope.table: The flag rope_theta does not reach RoPE's angles.
+  - cfg.rope_theta,
+  + 10000.0,
   tests/model/test_references.py::test_model_equals_hugging_face[llama]
-ops.py: Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.
-  - place = place[..., None] + stride * torch.arange(start[dim], start[dim] + size[dim], device=device)
-  + place = place[..., None] + stride * torch.arange(size[dim], device=device)
+ops.py:normal: Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.
+  - arange(start[dim], start[dim] + size[dim],
+  + arange(size[dim],
   tests/model/test_ops.py::test_a_part_of_the_initial_weights_is_that_part_of_the_whole
-ops.py: Targets of -1 have a gradient in the loss that goes chunk by chunk, though they are not in its value.
-  - return total, p.mul_(valid * slope).to(logits.dtype)
-  + return total, p.mul_(slope).to(logits.dtype)
+ops.py:chunk_loss: Targets of -1 have a gradient in the loss that goes chunk by chunk, though they are not in its value.
+  - mul_(valid * slope)
+  + mul_(slope)
   tests/model/test_naive.py
-model.py: The encoder's positions do not begin anew with each document under doc_positions.
-  - x, t = self.embed(source, 0, docs)
-  + x, t = self.embed(source, 0)
+model.py:Model.encode: The encoder's positions do not begin anew with each document under doc_positions.
+  - source, 0, docs
+  + source, 0
   tests/data/test_objective.py::test_a_packed_document_is_as_if_alone
 ops.py: The centring matrix of shaped attention is not masked causally, so the future leaks.
   -     lo, hi = mask.visible_range(T, S, v.device)
@@ -143,13 +146,13 @@ ops.py: A map over the context divides by the number of keys of the strip, not o
   - phi(wide, attn_mask.sum(-1, keepdim=True, dtype=wide.dtype))
   + phi(wide, torch.tensor(k.size(-2)).to(wide.dtype))
   tests/model/test_naive.py
-flags.py: All layers have the readers of the first string of --block.
-  - self.strings[layer % len(self.strings)]
-  + self.strings[0]
+flags.py:LayerFlags.sums: All layers have the readers of the first string of --block.
+  - layer % len(self.strings)
+  + 0
   tests/model/test_pools.py::test_a_string_names_the_readers_of_each_sum
-model.py: The bias that balances the loads of experts also weighs their results.
-  - weights = p.gather(1, chosen)
-  + weights = (p if self.balance is None else p + self.balance.bias).gather(1, chosen)
+model.py:Experts.forward: The bias that balances the loads of experts also weighs their results.
+  - = p.gather
+  + = (p if self.balance is None else p + self.balance.bias).gather
   tests/model/test_experts.py::test_experts_are_those_of_transformers
 engine/parallel/sharded.py: The loads of experts count in the gradient's norm, and so clip the gradient.
   - if p.grad is not None and p not in self.loads]
@@ -177,9 +180,9 @@ model.py: The post-norm is a pre-norm.
   - "post": {"total"},
   + "post": {"before", "last"},
   tests/model/test_references.py::test_block_equals_torch
-model.py: The queries of shaped attention, which begin at zero, are drawn like all other weights.
-  - drawn[row < value.zero] = 0
-  + drawn[row < 0] = 0
+model.py:Model.initial_weight: The queries of shaped attention, which begin at zero, are drawn like all other weights.
+  - value.zero
+  + 0
   tests/model/test_model.py::test_initial_values_of_simplified_blocks
 data/loader.py: A mixture that a resume has changed is read out of step with the samples of each source that it counts.
   - at = samples - self.since
@@ -193,9 +196,9 @@ engine/evaluation.py: Rows that fill the last batch count as text, so bits per b
   - total[2] += (token_bytes[targets.clamp(min=0)] * counted).sum(dtype=total.dtype)
   + total[2] += token_bytes[targets.clamp(min=0)].sum(dtype=total.dtype)
   tests/commands/test_evaluate.py::test_a_text_of_any_length_equals_a_loop_in_float64
-model.py: The earliest tap of a convolution reaches one token into the document before.
-  - row.where(place >= i, 0)
-  + row.where(place >= i - 1, 0)
+model.py:Neighbours.forward: The earliest tap of a convolution reaches one token into the document before.
+  - >= i
+  + >= i - 1
   tests/model/test_naive.py
 model.py: --rope_scaling is accepted beside positions that it has no effect on.
   - rope_scaling: str = ""  # [pos=rope] linear:F
@@ -205,21 +208,21 @@ engine/parallel/expert.py: Copies of experts exchange gradients in the order of 
   -     return cut
   +     return [*{*cut}]
   tests/parallel/test_layouts.py::test_losses_do_not_depend_on_the_layout[meshes]
-model.py: Under qk_norm, the keys of slots beside a context have no norm.
-  - return self.k_norm(self.slot_k).to(dtype)
-  + return self.slot_k.to(dtype)
-model.py: Shared experts of e.relu2 have the map of --mlp.
-  - READER["p"]._replace(phi=reader.phi), hidden)
-  + READER["p"], hidden)
-model.py: Without n_slot, s/2 has as many parameters as the whole MLP.
-  - READER["p"]._replace(phi=phi, share=self.reader.share)
-  + READER["p"]._replace(phi=phi)
-model.py: Value embeddings are in the layers of every second string, not in every second layer.
-  - if cfg.value_embedding and layer % 2 == 0:
-  + if cfg.value_embedding and layer % len(cfg.strings) % 2 == 0:
-flags.py: Value embeddings are refused where the only c of an even layer is that of a string's second turn.
-  - even = range(0, min(n_layer, 2 * len(self.strings)), 2)
-  + even = range(0, min(n_layer, len(self.strings)), 2)
+model.py:Attention.slots: Under qk_norm, the keys of slots beside a context have no norm.
+  - self.k_norm(self.slot_k)
+  + self.slot_k
+model.py:Experts.__init__: Shared experts of e.relu2 have the map of --mlp.
+  - ._replace(phi=reader.phi)
+  +
+model.py:MultiHeadAttention.make_slots: Without n_slot, s/2 has as many parameters as the whole MLP.
+  - phi=phi, share=self.reader.share
+  + phi=phi
+model.py:Attention.__init__: Value embeddings are in the layers of every second string, not in every second layer.
+  - layer % 2
+  + layer % len(cfg.strings) % 2
+flags.py:LayerFlags.has_even_c: Value embeddings are refused where only a string's second turn has a c in an even layer.
+  - 2 * len
+  + len
 model.py: rope_scaling also acts in the layers L, which have rope_theta_local.
   - rotations.append((frequencies(n, cfg.rope_theta_local, t.device), 1.0))
   + rotations.append(scaled_frequencies(cfg, frequencies(n, cfg.rope_theta_local, t.device)))
@@ -228,9 +231,9 @@ model.py: All layers of an encoder have experts, whatever n_dense_layer says.
   + flags.n_layer = cfg.n_encoder_layer or cfg.n_layer
   +             flags.n_dense_layer = 0
   tests/model/test_naive.py::test_two_flags_together
-ops.py: The softcap of scores covers ALiBi's bias.
-  - capped(q[..., :D] @ k[..., :D].mT, cap) + bias
-  + capped(q[..., :D] @ k[..., :D].mT + bias, cap)
+ops.py:naive_attention: The softcap of scores covers ALiBi's bias.
+  - .mT, cap) + bias
+  + .mT + bias, cap)
   tests/model/test_naive.py::test_a_text_of_several_strips
 train.py: After a resume, the first tokens_per_s counts all tokens since step 0.
   - self.ranks.device, self.step, self.samples * cfg.block_size)
@@ -295,13 +298,35 @@ engine/config.py: --span_length is accepted beside objectives without spans.
 """
 
 
-def parsed(text: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """(file, old, new, what, tests) of each fault."""
+class Fault(NamedTuple):
+    file: str
+    where: str  # the function or class, as Class.function, or "" for the file
+    old: str
+    new: str
+    what: str
+    tests: str
+
+    def planted(self, text: str) -> str:
+        """The text of the file with the fault."""
+        lines = text.splitlines(keepends=True)
+        place = ast.parse(text)
+        begin, end = 0, len(text)
+        for name in filter(None, self.where.split(".")):
+            [place] = [node for node in place.body if getattr(node, "name", "") == name]
+            begin = len("".join(lines[: place.lineno - 1]))
+            end = len("".join(lines[: place.end_lineno]))
+        part = text[begin:end]
+        assert part.count(self.old) == 1, f"{self.file}:{self.where} holds {part.count(self.old)} times\n{self.old}"
+        return text[:begin] + part.replace(self.old, self.new) + text[end:]
+
+
+def parsed(text: str) -> Iterator[Fault]:
     for faults, tests in re.findall(r"(?s)(.+?\n)  (tests/[^\n]+)\n", text):
         for fault in re.split(r"(?<=\n)(?=\S)", faults):
-            file, what, *code = re.fullmatch(r"(\S+): (.+)\n((?:  -.*\n)+)((?:  \+.*\n)+)", fault).groups()
+            head = r"([^\s:]+):(?:(\S+):)? (.+)\n((?:  -.*\n)+)((?:  \+.*\n)+)"
+            file, where, what, *code = re.fullmatch(head, fault).groups()
             old, new = (re.sub("(?m)^  [-+] ?", "", lines).removesuffix("\n") for lines in code)
-            yield file, old, new, what, tests
+            yield Fault(file, where or "", old, new, what, tests)
 
 
 FAULTS = [*parsed(TEXT[1:])]

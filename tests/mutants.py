@@ -45,29 +45,28 @@ def test(folder: Path, tests: str) -> tuple[bool, str]:
 
 def plant(number: int) -> tuple[bool, str]:
     """Whether this fault survives its tests in a copy of the project, and what they print."""
-    file, old, new, _, tests = FAULTS[number]
+    fault = FAULTS[number]
     with tempfile.TemporaryDirectory() as folder:
         copy(Path(folder))
-        text = Path(folder, file).read_text()
-        assert text.count(old) == 1, f"{file} holds {text.count(old)} times\n{old}"
-        Path(folder, file).write_text(text.replace(old, new))
-        return test(Path(folder), tests)
+        file = Path(folder, fault.file)
+        file.write_text(fault.planted(file.read_text()))
+        return test(Path(folder), fault.tests)
 
 
 def main():
     numbers = [int(arg) for arg in sys.argv[1:]] or range(len(FAULTS))
-    green, said = test(ROOT, " ".join(sorted({FAULTS[number][-1] for number in numbers})))
+    green, said = test(ROOT, " ".join(sorted({FAULTS[number].tests for number in numbers})))
     if not green:
         sys.exit(f"error: without any fault a test is red already\n{said}")
     survivors = []
     with ThreadPoolExecutor(WORKERS) as threads:
         results = tqdm(threads.map(plant, numbers), total=len(numbers))
         for number, (survives, said) in zip(numbers, results, strict=True):
-            file, _, _, what, tests = FAULTS[number]
+            fault = FAULTS[number]
             if sys.argv[1:]:
-                print(f"--- {number} {file}: {what}\n{said}")
+                print(f"--- {number} {fault.file}: {fault.what}\n{said}")
             if survives:
-                survivors.append(f"survives: {number} {file}: {what} ({tests})")
+                survivors.append(f"survives: {number} {fault.file}: {fault.what} ({fault.tests})")
     print(*survivors, f"{len(numbers) - len(survivors)} of {len(numbers)} faults are caught", sep="\n")
     sys.exit(len(survivors) > 2)
 
