@@ -27,7 +27,7 @@ engine/decode.py: Texts beyond block_size are cropped to one token less than the
 model.py:Rope.table: The flag rope_theta does not reach RoPE's angles.
   - cfg.rope_theta,
   + 10000.0,
-  tests/model/test_references.py::test_model_equals_hugging_face[llama]
+  tests/model/test_references.py::test_model_equals_hugging_face[cohere2]
 ops.py:normal: Initial weights of a part that begins at a later column repeat the first columns, so --tp changes them.
   - arange(start[dim], start[dim] + size[dim],
   + arange(size[dim],

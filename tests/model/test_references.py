@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from flags import READER
-from model import Attention, Block, Inputs, Model, ModelConfig, hidden_units
+from model import Block, Inputs, Model, ModelConfig, hidden_units
 
 L, H, HKV, C, T, V = 3, 6, 2, 48, 24, 29  # names as in model.py; six heads are no power of two
 S, LE = 19, 4  # tokens of a source and layers of its encoder (as many as the decoder's at least, says their cache)
@@ -179,22 +179,6 @@ def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
 
 
 GATED = dict(intermediate_size=hidden_units(ModelConfig(**SIZE, mlp="swiglu"), READER["p"]))
-LLAMA = dict(rms_norm_eps=1e-5, tie_word_embeddings=False) | GATED | THEIR_SIZE | THEIR_ROPE | THEIR_GQA
-OUR_LLAMA = dict(norm="rmsnorm", mlp="swiglu", tie_weights=False) | OUR_ROPE | OUR_GQA
-
-
-def llama_layer(layer: nn.Module) -> dict[str, Tensor]:
-    return sums(
-        put("before", layer.input_layernorm) | attention(layer.self_attn, layer.self_attn.o_proj),
-        put("before", layer.post_attention_layernorm) | gated_mlp(layer.mlp),
-    )
-
-
-def llama():
-    """Their RMSNorm, and frequencies of RoPE, are computed in float32. test_families.py has more of its kind."""
-    reference = build(hf.LlamaConfig(**LLAMA))
-    weights = decoder(reference.model, llama_layer) | put("head", reference.lm_head)
-    return reference, OUR_LLAMA, weights
 
 
 def mpt():
@@ -259,9 +243,9 @@ def tokens(length: int) -> Tensor:
     return torch.randint(V, (2, length), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("architecture", [llama, cohere2, mpt])
+@pytest.mark.parametrize("architecture", [cohere2, mpt])
 def test_model_equals_hugging_face(architecture):
-    """Logits and gradients."""
+    """Logits and gradients. test_families.py has Llama, and others of its kind."""
     reference, flags, weights = architecture()
     ours, idx = Model(ModelConfig(**SIZE | flags)).double(), tokens(T)
     assert_same(call(ours, weights, idx), reference(idx, use_cache=False).logits, trained(reference), ROUNDED)
@@ -293,31 +277,3 @@ def test_encoder_decoder_equals_hugging_face():
     loss = call(ours, weights, idx, answers.masked_fill(unasked, -1), **given)
     got = logits_and_loss(call(ours, weights, idx, **given), loss)
     assert_same(got, logits_and_loss(theirs.logits, theirs.loss), trained(reference), ROUNDED)
-
-
-# ---- maps of the scores and persistent memory, against x-transformers
-
-D = C // H
-
-
-def of_x_transformers(theirs: nn.Module, slots: bool = False) -> dict[str, Tensor]:
-    weights = put("qkv", theirs.to_q, theirs.to_k, theirs.to_v, merge=partial(group_major, groups=H))
-    return weights | put("out", theirs.to_out) | ({"slot_k": theirs.mem_k, "slot_v": theirs.mem_v} if slots else {})
-
-
-PLAIN = SIZE | dict(pos="none")
-
-
-@pytest.mark.parametrize("options, flags", [
-    ({"num_mem_kv": 3}, {"block": "c.joint_slots", "n_slot": 3}),
-    ({"sigmoid": True}, {"block": "c.sigmoid"}),
-])  # fmt: skip
-def test_attention_is_that_of_x_transformers(options, flags):
-    """Their sigmoid has no bias; -log n of a query that sees n tokens is given to it."""
-    x_transformers = pytest.importorskip("x_transformers.x_transformers")
-    theirs = jitter(x_transformers.Attention(C, dim_head=D, heads=H, causal=True, **options))
-    cfg = ModelConfig(**PLAIN, **flags)
-    ours, x = Attention(cfg, 0, cfg.readers[0][0]).double(), stream()
-    weights = of_x_transformers(theirs, slots="num_mem_kv" in options)
-    bias = -torch.arange(1, T + 1, dtype=x.dtype).log()[:, None].expand(T, T) if "sigmoid" in options else None
-    assert_same(call(ours, weights, x, Inputs()), theirs(x, attn_bias=bias), trained(theirs) | {"x": x}, ROUNDED)
