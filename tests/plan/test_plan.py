@@ -223,7 +223,7 @@ def send_as_two(rows: list[dict], folder: Path):
 
 def test_two_ranks_send_what_is_planned(tmp_path):
     """By gloo, and as many bytes on the wire as Collectives counts, here and of pretended ranks."""
-    rows = [{"world_size": 2, "gradient_accumulation_steps": 8, "n_layer": 3} | flags for flags in OF_TWO]
+    rows = [{"world_size": 2, "gradient_accumulation_steps": 4, "n_layer": 3} | flags for flags in OF_TWO]
     launch(2, send_as_two, tmp_path, rows, tmp_path)
     first, second = (json.loads((tmp_path / f"found {rank}.json").read_text()) for rank in range(2))
     for flags, *of_ranks in zip(rows, first, second, strict=True):
