@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
+import transformers as hf  # whose classes are loaded when they are asked for
 from torch import Tensor
 from torch.func import functional_call
 
@@ -168,11 +169,8 @@ THEIR_GQA = dict(num_key_value_heads=HKV)
 OUR_ROPE, OUR_GQA = dict(pos="rope", rope_theta=THETA), dict(attention="gqa", n_kv_head=HKV)
 
 
-def build(config: str, keys: dict, kind: str = "AutoModelForCausalLM") -> nn.Module:
-    import transformers  # which takes half a second, and tests of make quick are collected by each process
-
-    made = getattr(transformers, config)(**keys)
-    return jitter(getattr(transformers, kind).from_config(made, attn_implementation="eager"))
+def build(config, kind: str = "AutoModelForCausalLM") -> nn.Module:
+    return jitter(getattr(hf, kind).from_config(config, attn_implementation="eager"))
 
 
 def decoder(m: nn.Module, weights_of) -> dict[str, Tensor]:
@@ -185,8 +183,8 @@ GATED = dict(intermediate_size=hidden_units(ModelConfig(**SIZE, mlp="swiglu"), R
 
 def mpt():
     """ALiBi, LayerNorm without bias."""
-    keys = NO_TOKENS | dict(n_layers=L, n_heads=H, d_model=C, max_seq_len=T, vocab_size=V)
-    reference = build("MptConfig", keys)
+    config = hf.MptConfig(**NO_TOKENS, n_layers=L, n_heads=H, d_model=C, max_seq_len=T, vocab_size=V)
+    reference = build(config)
 
     def weights_of(layer):
         return sums(
@@ -203,9 +201,11 @@ def mpt():
 
 def cohere2():
     """Parallel, SwiGLU, no bias at all; in some layers RoPE, which turns neighbours, and windows, in others neither."""
-    layers = ["sliding_attention", "full_attention", "sliding_attention"]
-    keys = dict(logit_scale=1.0, sliding_window=WINDOW, layer_types=layers)
-    reference = build("Cohere2Config", THEIR_SIZE | THEIR_ROPE | THEIR_GQA | GATED | keys)
+    config = hf.Cohere2Config(
+        **THEIR_SIZE, **THEIR_ROPE, **THEIR_GQA, **GATED, logit_scale=1.0,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    reference = build(config)
 
     def weights_of(layer):
         return sums(
@@ -260,7 +260,7 @@ def logits_and_loss(logits: Tensor, loss: Tensor) -> Tensor:
 
 def test_encoder_decoder_equals_hugging_face():
     """The first transformer: logits and loss with padding in the source, and gradients."""
-    reference = build("MarianConfig", MARIAN, "AutoModelForSeq2SeqLM")
+    reference = build(hf.MarianConfig(**MARIAN), "AutoModelForSeq2SeqLM")
     m = reference.model
     weights = put("wte", m.shared) | inside("encoder", blocks(m.encoder.layers, marian_layer))
     weights |= blocks(m.decoder.layers, marian_layer)
