@@ -578,8 +578,9 @@ class MultiHeadAttention(nn.Module):
 
     def split(self, x: Tensor, *sizes: int) -> Tensors:
         """A projection's result (B, T, groups * sum(sizes) * D) -> for each size n, (B, groups * n, T, D)."""
-        heads = x.unflatten(2, (-1, sum(sizes), self.head_size)).permute(0, 2, 3, 1, 4)  # (B, groups, n, T, D)
-        return tuple(part.flatten(1, 2) for part in heads.split_with_sizes(sizes, 2))
+        # Split before the permutation, so that the backward writes the gradient of x once.
+        parts = x.unflatten(2, (-1, sum(sizes), self.head_size)).split_with_sizes(sizes, 3)  # (B, T, groups, n, D)
+        return tuple(part.permute(0, 2, 3, 1, 4).flatten(1, 2) for part in parts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """phi of all scores, times the values. A variant of softmax goes here, because all attention calls this."""
