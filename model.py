@@ -998,31 +998,32 @@ ROPE_SCALING = {"linear": linear_scaling, "llama3": llama3_scaling, "yarn": yarn
 
 
 class Neighbours(nn.Module):
-    """Gives each token the n > 0 tokens before it. A module that reads them holds a Neighbours, because decoding gives
-    it a cache of n rows, and context parallelism the rows of other processes."""
+    """Weighs each token and the n > 0 tokens before it. A module that reads them holds a Neighbours, because decoding
+    gives it a cache of n rows, and context parallelism the rows of other processes."""
 
     def __init__(self, n: int):
         super().__init__()
         self.reach = n
         self.cache = None  # decoding sets a RowCache
 
-    def forward(self, x: Tensor, inputs: Inputs) -> list[Tensor]:
-        """x (B, ..., T, C) -> x_t, x_{t-1}, ..., x_{t-n}, each like x; 0 before the text, or the token's document."""
-        n = self.reach
-        rows = self.pieces(x)
-        before = [rows[..., n - i : rows.size(-2) - i, :] for i in range(n + 1)]  # each (B, ..., P, T/P, C)
+    def forward(self, x: Tensor, inputs: Inputs, taps: Tensors) -> list[Tensor]:
+        """x (B, ..., T, C), n + 1 taps -> tap_0 x_t, tap_1 x_{t-1}, ..., each like x; 0 before the text or document.
+        The products are shifted, because torch.compile would write x, shifted, and keep it for the backward."""
+        pieces = self.pieces(x)
+        first = pieces.size(-2) - x.size(-2) // len(pieces)
+        rows = [ops.shifted(tap * pieces, i)[..., first:, :] for i, tap in enumerate(taps)]  # (P, B, ..., T/P, C)
+        rows = [row.movedim(0, -3).flatten(-3, -2) for row in rows]
         if inputs.place is not None:
-            place = inputs.place.view(len(x), *(1,) * (x.dim() - 3), rows.size(-3), -1, 1)
-            before[1:] = [row.where(place >= i, 0) for i, row in enumerate(before[1:], 1)]
-        return [row.flatten(-3, -2) for row in before]
+            place = inputs.place.view(len(x), *(1,) * (x.dim() - 3), -1, 1)
+            rows[1:] = [row.where(place >= i, 0) for i, row in enumerate(rows[1:], 1)]
+        return rows
 
     def pieces(self, x: Tensor) -> Tensor:
-        """x in P pieces of a text, each behind the n rows before it: (B, ..., P, n + T/P, C). P = 1, with --cp 2."""
+        """x in P pieces of a text: (P, B, ..., T/P, C). P = 1, with --cp 2. A cache and --cp put the n rows before each
+        piece in front of it."""
         if self.cache:
-            rows = self.cache.extend(x)
-        else:
-            rows = F.pad(x, (0, 0, self.reach, 0))
-        return rows.unsqueeze(-3)
+            x = self.cache.extend(x)
+        return x.unsqueeze(0)
 
 
 class Convolution(nn.Module):
@@ -1037,11 +1038,8 @@ class Convolution(nn.Module):
         self.initial = {"weight": 0.0}
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        rows = self.earlier(ops.at_least_float32(x), inputs)
-        y = rows[0]
-        for tap, row in zip(self.weight.unbind(1), rows, strict=True):
-            y = y + tap * row
-        return y.to(x.dtype)
+        wide = ops.at_least_float32(x)
+        return sum(self.earlier(wide, inputs, self.weight.unbind(1)), wide).to(x.dtype)
 
 
 # ---- Variants: experts

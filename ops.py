@@ -100,6 +100,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
 
 
+def shifted(x: Tensor, i: int) -> Tensor:
+    """x (..., T, C) -> x_{t-i} for each t, which is 0 for t < i."""
+    if i == 0:
+        return x
+    return F.pad(x, (0, 0, i, -min(i, x.size(-2))))[..., : x.size(-2), :]
+
+
 def dropped(x: Tensor, p: float) -> Tensor:
     """Each element of x is 0 with probability p, otherwise divided by 1 - p.
 

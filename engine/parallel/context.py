@@ -85,14 +85,13 @@ def gathered_pieces(group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def pieces_behind_rows(group: ProcessGroup, n: int, x: Tensor) -> Tensor:
-    """This rank's pieces x (..., T/n_ranks, C), each behind the n rows before it: (..., 2, n + size of a piece, C). All
+    """This rank's pieces x (..., T/n_ranks, C), each behind the n rows before it: (2, ..., n + size of a piece, C). All
     ranks exchange the last n rows of their pieces."""
-    pieces = x.unflatten(-2, (2, -1))
+    pieces = torch.stack(x.chunk(2, dim=-2))
     _, *indices = piece_indices(group)
-    last = gathered(pieces[..., -n:, :], pieces.dim() - 3, group)
-    parts = last.unbind(-3)  # of pieces 0, n-1, 1, n-2, ...
+    parts = gathered(pieces[..., -n:, :], 0, group).unbind()  # of pieces 0, n-1, 1, n-2, ...
     ends = [torch.zeros_like(parts[0]), *parts[::2], *parts[::-2]]  # in order, behind those before the text
-    before = torch.stack([ends[i] for i in indices], dim=-3)
+    before = torch.stack([ends[i] for i in indices])
     return torch.cat((before, pieces), dim=-2)
 
 

@@ -167,7 +167,7 @@ def check_width(model: nn.Module, n: int, layer: Linear, args: tuple):
 
 def check_uncut(model: nn.Module, n: int, module: Neighbours, args: tuple):
     """ValueError if the module reads a piece of the stream."""
-    x, inputs = args
+    x, inputs, _ = args
     if x.size(-2) < inputs.idx.size(1):
         refuse_cut(model, n, module)
 

@@ -232,7 +232,7 @@ class Rank:
 
     def run_blocks(self):
         """Set the traces of the blocks of the encoder, if there is one, then of the model. Documents are left out, as
-        attention to them takes as much, but for the rows that a convolution masks, see `trace`."""
+        attention to them takes as much."""
         cfg, model = self.cfg, self.model
         self.traces = []
         self.known = {}
@@ -250,8 +250,6 @@ class Rank:
         readers = tuple((m.reader, getattr(m, "window", 0)) for m in modules)
         kind = x.shape, readers, *(p.shape for p in block.parameters())
         if kind not in self.known:
-            if self.cfg.doc_mask:
-                inputs = inputs._replace(place=inputs.idx)  # any numbers; a convolution keeps masked copies of its rows
             wide = {*kept_whole(block)}
             for p in block.parameters():
                 if self.fsdp and p not in wide:  # which FSDP gathers in the dtype

@@ -232,6 +232,6 @@ def test_neighbours_of_the_stream_are_refused_where_tp_cuts_it(pretended):
     read.earlier = model.Neighbours(1)
     tensor_parallel.apply_tensor_parallel(net, dist.group.WORLD)
     idx = torch.zeros(2, 16, dtype=torch.int64)
-    read.register_forward_pre_hook(lambda module, args: module.earlier(*args) and None)
+    read.register_forward_pre_hook(lambda module, args: module.earlier(*args, [1.0, 1.0]) and None)
     with pytest.raises(ValueError, match=r"tp=4 cuts the stream along T where blocks\.1\.sums\.0\.earlier reads it"):
         net(idx)

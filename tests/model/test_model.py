@@ -169,6 +169,20 @@ def test_a_compiled_convolution_is_the_uncompiled_one():
     assert_same(compiled(x, inputs), conv(x, inputs), [x, conv.weight])
 
 
+def test_a_compiled_convolution_keeps_nothing_but_its_input():
+    """For the backward; padded copies in float32 would take a multiple of its memory."""
+    net = build(torch.float32, **CONV)
+    conv = net.blocks[0].sums[0].conv
+    inputs = net.inputs(tokens(2, T), torch.arange(T), torch.empty(0))
+    x = torch.randn(2, T, 32).to(torch.bfloat16).requires_grad_()
+    kept = []
+    compiled = torch.compile(conv, backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        compiled(x, inputs)
+    memory = {saved.untyped_storage().data_ptr() for saved in kept}
+    assert memory == {x.data_ptr(), conv.weight.data_ptr()}
+
+
 def test_a_convolution_in_sixteen_bits_rounds_once():
     """The result is that of float32, rounded; so are the gradients."""
     net = build(torch.float32, **CONV)
