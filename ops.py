@@ -8,9 +8,11 @@ Each docstring has the formula; model.py explains the names of sizes.
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,18 @@ def wide_stream(flag: bool | str, device: torch.device, dtype: torch.dtype) -> b
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512, and no variable of LIMITS forbids
+    them. Others emulate bfloat16, which can take a hundred times as long as float32."""
+    if any(variable in os.environ for variable in LIMITS):
+        return False
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
+FAST_BFLOAT16 = fast_bfloat16()  # asked once, because torch.compile cannot ask
 
 
 # Norms and elementwise functions
@@ -237,15 +251,16 @@ def boundaries(starts: Tensor, T: int) -> Tensor:
 
 
 def attention_kernel(
-    mask: Mask, T: int, S: int, slots: bool, mapped: bool, dropout: float, device: str, flash: bool
+    mask: Mask, T: int, S: int, slots: bool, mapped: bool, dropout: float, device: str, dtype: torch.dtype, width: int
 ) -> str:
     """Name of the kernel for the attention of T queries to S keys and to slots. No kernel makes a (T, S) matrix.
 
     kernel    when; the first row that fits                                     memory of scores and masks
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
+    products  on a CPU, see takes_products                                      (64, S) scores per strip
     full      all queries see all keys, or causal with T = S without slots      none: one fused call
-    strips    no `flash`, see takes_flash; or slots beside a window, documents  a (128, S) mask; a fused call per strip
+    strips    not takes_flash; or slots beside a window, documents              a (128, S) mask; a fused call per strip
     flash     a window, or causal with more keys                                none: one fused call
     varlen    at most 65535 documents, of known boundaries                      none: one fused call
     strips    all else                                                          a (128, S) mask; a fused call per strip
@@ -254,9 +269,11 @@ def attention_kernel(
         return "naive"
     before = mask.causal and (S > T or slots)  # whether there are keys before the first query's
     limited = bool(mask.window) or mask.docs is not None
+    if device == "cpu" and takes_products(mask, T, S, before or limited, dtype):
+        return "products"
     if not (before or limited):
         return "full"
-    if not flash or slots and limited:
+    if slots and limited or not takes_flash(device, dtype, width, dropout):
         return "strips"
     if mask.docs is None:
         return "flash"
@@ -289,20 +306,39 @@ def attention(
         k = torch.cat((slot_k, k), dim=2)  # (B, Hkv, M + S, E)
         v = torch.cat((slot_v, v), dim=2)
     M = k.size(2) - S
-    device = q.device.type
-    flash = takes_flash(device, matmul_dtype(q), q.size(3), dropout)
+    device = device_of_kernels(q)
     mapped = softcap > 0 or phi is not None
-    kernel = attention_kernel(mask, T, S, M > 0, mapped, dropout, device, flash)
+    kernel = attention_kernel(mask, T, S, M > 0, mapped, dropout, device, matmul_dtype(q), q.size(3))
     sdpa = partial(fused_attention, scale=D**-0.5, dropout_p=dropout)
     if kernel == "full":
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel in ("flash", "varlen"):
         return flash_attention(q, k, v, mask, D**-0.5, dropout)
+    if kernel == "products":
+        q, k, v = (x.to(matmul_dtype(x)) for x in (q * D**-0.5, k, v))
+        ranges = mask.visible_range(T, S, q.device)
+        y, *_ = attention_products(q, k, v, *ranges, mask.causal, mask.window, M, torch.is_grad_enabled())
+        return y
     strips = strips or strip_attention
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)
+
+
+def device_of_kernels(x: Tensor) -> str:
+    """The kind of device for which attention chooses a kernel. A plan replaces this function, as it has no GPU."""
+    return x.device.type
+
+
+def takes_products(mask: Mask, T: int, S: int, masked: bool, dtype: torch.dtype) -> bool:
+    """Whether products are a CPU's fastest kernel, see docs/performance.md. Their strips leave out the keys behind
+    them, and they alone multiply in bfloat16. PyTorch's kernel takes longer if it needs a mask, `masked`."""
+    if T <= 128 or not (mask.causal or mask.window):
+        return False
+    if dtype == torch.bfloat16:
+        return FAST_BFLOAT16 and (masked or S <= 512)
+    return masked and dtype != torch.float16
 
 
 def takes_flash(device: str, dtype: torch.dtype, width: int, dropout: float = 0.0) -> bool:
@@ -371,32 +407,134 @@ def strip_attention(attend: Callable, q: Tensor, k: Tensor, v: Tensor, mask: tup
     if torch.is_grad_enabled() and T > rows:
         strip = partial(checkpoint, strip, use_reentrant=False)
     out = []
+    for queries, keys in strips_of(mask.causal, mask.window, T, S, slots, rows):
+        out.append(strip(q[:, :, queries], k[:, :, keys], v[:, :, keys], lo[..., queries], hi[..., queries], keys))
+    return torch.cat(out, dim=2)
+
+
+def strips_of(causal: bool, window: int, T: int, S: int, slots: int, rows: int) -> list[tuple[slice, slice]]:
+    """For each strip of T queries, its slice, and the slice of slots and S keys that one of its queries may see."""
+    strips = []
     for i in range(0, T, rows):
         end = min(i + rows, T)
         first = -slots
         last = S
-        if mask.window and not slots:
-            first = max(0, S - T + i - mask.window + 1)
-        if mask.window:
-            last = min(S, S - T + end + mask.window - 1)
-        if mask.causal:
+        if window and not slots:
+            first = max(0, S - T + i - window + 1)
+        if window:
+            last = min(S, S - T + end + window - 1)
+        if causal:
             last = S - T + end
-        queries = slice(i, end)
-        keys = slice(slots + first, slots + last)
-        given = q[:, :, queries], k[:, :, keys], v[:, :, keys], lo[..., queries], hi[..., queries], first
-        out.append(strip(*given))
-    return torch.cat(out, dim=2)
+        strips.append((slice(i, end), slice(slots + first, slots + last)))
+    return strips
 
 
 def attend_strip(
-    attend: Callable, slots: int, q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, first: int
+    attend: Callable, slots: int, q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, keys: slice
 ) -> Tensor:
-    """`attend` with a mask by which each query sees the keys lo ... hi - 1, and slots, which have negative numbers."""
-    j = torch.arange(first, first + k.size(2), device=q.device)
+    """`attend` with a mask by which each query sees the keys lo ... hi - 1, and slots."""
+    return attend(q, k, v, attn_mask=seen_keys(lo, hi, keys, slots))
+
+
+def seen_keys(lo: Tensor, hi: Tensor, keys: slice, slots: int) -> Tensor:
+    """Whether queries see these keys, (1 or B, 1, t, keys): slots, and those with numbers lo ... hi - 1, each (t,) or
+    (B, t). Slots come first and have negative numbers."""
+    j = torch.arange(keys.start - slots, keys.stop - slots, device=lo.device)
     seen = (j >= lo[..., None]) & (j < hi[..., None])
     if slots:
         seen = seen | (j < 0)
-    return attend(q, k, v, attn_mask=seen.view(-1, 1, q.size(2), len(j)))
+    return seen.view(-1, 1, *seen.shape[-2:])
+
+
+# A process may have copies of this file, such as of an export. Those that differ have operations of their own.
+NAMESPACE = f"superblock_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
+
+
+def one_operation(f: Callable, backward: Callable | None = None, setup: Callable | None = None) -> Callable:
+    """f as one operation, into which neither torch.compile nor selective recomputation looks. The decorator of PyTorch,
+    custom_op, would import a second's worth of modules at the first call."""
+    name = f"{NAMESPACE}::{f.__name__}"
+    operations = getattr(torch.ops, NAMESPACE)
+    if not hasattr(operations, f.__name__):
+        torch.library.define(name, torch.library.infer_schema(f, mutates_args=()))
+        torch.library.impl(name, "cpu", f)
+        torch.library.register_fake(name, f)
+        if backward is not None:
+            torch.library.register_autograd(name, backward, setup_context=setup)
+    return getattr(operations, f.__name__)
+
+
+def attention_products(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, causal: bool, window: int, slots: int, keep: bool
+) -> list[Tensor]:
+    """Attention of scaled queries in strips of 64, by products of matrices. Shapes as in `attention`; lo and hi are the
+    mask's visible range. Returns the result, and with `keep` the weights of the first strips, at most 256 S numbers of
+    a head. The backward computes those of the other strips again."""
+    B, H, T, E = q.shape
+    S = k.size(2)
+    left = 256 * S * keep
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B Hkv, S, E)
+    out = []
+    kept = []
+    for rows, keys in strips_of(causal, window, T, S - slots, slots, 64):
+        weights = strip_weights(q[:, :, rows], k[:, keys], lo[..., rows], hi[..., rows], keys, causal, window, slots)
+        out.append((weights @ v[:, keys]).view(B, H, -1, E).transpose(1, 2))
+        left -= (rows.stop - rows.start) * (keys.stop - keys.start)
+        if left >= 0:
+            kept.append(weights)
+    return [torch.cat(out, dim=1).transpose(1, 2), *kept]
+
+
+def strip_weights(
+    q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, keys: slice, causal: bool, window: int, slots: int
+) -> Tensor:
+    """The weights (B Hkv, G t, keys) of a strip's queries (B, H, t, E): the softmax is computed in float32."""
+    B, H, t, E = q.shape
+    scores = q.reshape(len(k), -1, E) @ k.mT
+    if causal and not window and lo.dim() == 1:  # all of them see the keys before the first query's own
+        keys = slice(keys.stop - t, keys.stop)
+    hidden = ~seen_keys(lo, hi, keys, slots)
+    scores.view(B, H, t, -1)[..., -hidden.size(-1) :].masked_fill_(hidden, -math.inf)
+    return scores.softmax(-1)
+
+
+def attention_products_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, kept: list[Tensor], causal: bool, window: int,
+    slots: int,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    B, H, T, E = q.shape
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq = []
+    for i, (rows, keys) in enumerate(strips_of(causal, window, T, k.size(1) - slots, slots, 64)):
+        if i < len(kept):
+            weights = kept[i]
+        else:
+            weights = strip_weights(
+                q[:, :, rows], k[:, keys], lo[..., rows], hi[..., rows], keys, causal, window, slots
+            )
+        grad = dy[:, :, rows].reshape(len(k), -1, E)
+        dv[:, keys].baddbmm_(weights.mT, grad)
+        scores = torch._softmax_backward_data(grad @ v[:, keys].mT, weights, -1, weights.dtype)  # their gradient
+        dk[:, keys].baddbmm_(scores.mT, q[:, :, rows].reshape(len(k), -1, E))
+        dq.append((scores @ k[:, keys]).view(B, H, -1, E).transpose(1, 2))
+    shape = B, -1, k.size(1), E
+    return [torch.cat(dq, dim=1).transpose(1, 2), dk.view(shape), dv.view(shape)]
+
+
+def keep_products(ctx, inputs: tuple, output: list[Tensor]):
+    q, k, v, lo, hi, *ctx.options, _ = inputs
+    ctx.save_for_backward(q, k, v, lo, hi, *output[1:])
+
+
+def gradients_of_products(ctx, grads: list[Tensor]) -> tuple:
+    q, k, v, lo, hi, *kept = ctx.saved_tensors
+    return *attention_products_backward(grads[0], q, k, v, lo, hi, kept, *ctx.options), *[None] * 6
+
+
+attention_products_backward = one_operation(attention_products_backward)
+attention_products = one_operation(attention_products, gradients_of_products, keep_products)
 
 
 def naive_attention(

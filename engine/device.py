@@ -17,8 +17,6 @@ import torch
 
 from data.errors import require, user_errors
 
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
-
 
 def resolve_device(flag: str, local_rank: int = 0) -> torch.device:
     """The device that the flag names: auto takes cuda, mps or cpu, the first that exists, and cuda without a number is
@@ -85,14 +83,6 @@ def torch_errors(smaller: str) -> Iterator[None]:
             with user_errors():
                 raise ValueError(f"{found[0]}; {smaller}") from error
         raise
-
-
-def fast_bfloat16() -> bool:
-    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512, and no variable of LIMITS forbids
-    them. Others emulate bfloat16, which can take a hundred times as long as float32."""
-    if any(variable in os.environ for variable in LIMITS):
-        return False
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def keep_freed_memory():

@@ -16,6 +16,14 @@ ops.py:Mask.visible_range: Sliding windows that look both ways see one key too m
   - i + self.window
   + i + self.window + 1
   tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
+ops.py:attention_products_backward: Weights that are computed again in the backward see one key of the future.
+  - hi[..., rows], keys
+  + hi[..., rows] + 1, keys
+  tests/model/test_ops.py::test_products_beyond_the_weights_that_are_kept
+ops.py:strip_weights: In attention by products, documents see those before them, but for a strip's own keys.
+  - and lo.dim() == 1
+  + and lo.dim()
+  tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
 ops.py:flash_attention: FlashAttention's windows hold W + 1 keys, and without a window a query sees one key before it.
   - mask.window - 1
   + mask.window

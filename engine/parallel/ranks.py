@@ -20,10 +20,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.config import Config
-from engine.device import fast_bfloat16, keep_freed_memory, resolve_device, resolve_dtype
+from engine.device import keep_freed_memory, resolve_device, resolve_dtype
 from engine.parallel import context, expert, tensor
 from engine.parallel.connection import connect, environment
 from flags import refuse
+from ops import fast_bfloat16
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ops import attention_products
+
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not experts', as too large
 KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
@@ -16,6 +18,7 @@ KEPT = {  # other operations whose results selective recomputation keeps, becaus
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    attention_products.default,
 }
 
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import Config
 from model import Convolution, ExpertLinear, Linear, Model, MultiHeadAttention
-from ops import Mask, attention_kernel, takes_flash
+from ops import Mask, attention_kernel
 
 
 def skeleton(cfg: Config) -> Model:
@@ -80,9 +80,9 @@ def attention_kernels(model: Model, T: int, source: int, device: str, dtype: tor
         if cp > 1:
             queries //= 2 * cp
         key = torch.empty(m.n_kv_head, 1, m.head_size, device=model.wte.weight.device)
-        flash = takes_flash(device, dtype, m.position.slots(key, key)[0].size(-1), m.dropout)
+        width = m.position.slots(key, key)[0].size(-1)
         mapped = m.softcap > 0 or m.phi is not None
-        options = (mapped, m.dropout, device, flash)
+        options = (mapped, m.dropout, device, dtype, width)
         docs = ((), (), ()) if model.cfg.doc_mask and keys else None  # any, of known boundaries
         mask = Mask(m.causal, m.window if m.window < keys else 0, docs)
         layers[attention_kernel(mask, queries, keys or slots, m.reader.slots == "joint_slots", *options)] += 1

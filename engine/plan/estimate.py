@@ -210,8 +210,8 @@ class Rank:
     def as_in_training(self) -> Iterator[None]:
         """The model cut and changed in place as in training, among ranks that do not exist, and its blocks traced."""
         cfg = self.cfg
-        takes_flash = ops.takes_flash
-        ops.takes_flash = lambda _, *given: takes_flash(self.device.type, *given)  # fake tensors are on the CPU
+        device_of_kernels = ops.device_of_kernels
+        ops.device_of_kernels = lambda _: self.device.type  # fake tensors are on the CPU
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(cfg.tp, cfg.cp, cfg.ep))
         try:
             for name, cut in CUTS.items():
@@ -227,7 +227,7 @@ class Rank:
                     m.forward = partial(self.trace, m, m.forward)
             yield
         finally:
-            ops.takes_flash = takes_flash
+            ops.device_of_kernels = device_of_kernels
             dist.destroy_process_group()
 
     def run_blocks(self):

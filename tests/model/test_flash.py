@@ -107,6 +107,7 @@ def flash(monkeypatch):
         library.impl("_flash_attention_forward", noting, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
         monkeypatch.setattr(ops, "takes_flash", lambda device, dtype, width, dropout=0.0: width % 8 == 0)
+        monkeypatch.setattr(ops, "takes_products", lambda *_: False)
         yield SimpleNamespace(calls=calls)
 
 

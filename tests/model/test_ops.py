@@ -34,6 +34,45 @@ def test_attention_equals_naive_attention_under_every_mask(causal, window, docs,
             assert_same(got, expected, (q, k, v, *(pair or ())))
 
 
+@pytest.mark.parametrize("docs", [False, True])
+def test_products_beyond_the_weights_that_are_kept(monkeypatch, docs):
+    """Of 600 queries the last strips are computed again in the backward. In bfloat16, errors are those of rounding."""
+    monkeypatch.setattr(ops, "FAST_BFLOAT16", True)
+    length = 600
+    q, k, v = leaves(*((2, heads, length, 8) for heads in (4, 2, 2)))
+    numbers = (documents(length), documents(length)) if docs else None
+    slots = None if docs else leaves(*[(2, 5, 8)] * 2)
+    mask = Mask(docs=numbers)
+    assert ops.takes_products(mask, length, length, True, torch.float64)
+    again, expected = (naive_attention(q, k, v, 0, 0.0, True, numbers, slots) for _ in range(2))
+    assert_same(attention(q, k, v, 8, mask, slots=slots), again, (q, k, v, *(slots or ())))
+    rough = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    got = attention(*rough, 8, mask, slots=slots and tuple(x.bfloat16() for x in slots))
+    assert got.dtype == torch.bfloat16
+    direction = torch.randn_like(expected)
+    ours = got, *torch.autograd.grad(got, rough, direction.bfloat16())
+    exact = expected, *torch.autograd.grad(expected, (q, k, v), direction)
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.double() - b).norm() < 0.02 * b.norm()
+
+
+def test_products_are_one_operation_of_a_graph():
+    q, k, v = leaves(*[(1, 2, 200, 4)] * 3)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, 4, Mask(window=20)), backend=backend, fullgraph=True)
+    assert_same(compiled(q, k, v), attention(q, k, v, 4, Mask(window=20)), (q, k, v))
+    assert ops.attention_products in seen and torch.softmax not in seen
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, 4, Mask(window=20)), backend="aot_eager")
+    assert_same(compiled(q, k, v), attention(q, k, v, 4, Mask(window=20)), (q, k, v))
+    torch._dynamo.reset()
+
+
 def test_a_strip_reads_no_keys_before_its_window():
     T, window, rows = 512, 10, 128
     read = []
@@ -98,11 +137,33 @@ KERNEL = [
     ("flash", PLAIN, CUDA, {"slots": True, "dropout": 0.1}),
     ("full", PLAIN, CUDA, {"slots": True, "causal": False}),
     ("strips", PLAIN, ("cuda", "float32", 8), {"docs": 4}),
-    ("strips", PLAIN, CPU, {"causal": False, "window": 100}),
-    ("strips", PAST, CPU, {"window": 100}),
+    ("strips", PLAIN, CPU, {"causal": False, "docs": 4}),
+    ("strips", (128, 128), CPU, {"window": 50}),
+    ("strips", PAST, ("cpu", "float16", 8), {"window": 100}),
+    ("products", PLAIN, CPU, {"causal": False, "window": 100}),
+    ("products", PAST, CPU, {"docs": 4}),
+    ("products", PLAIN, CPU, {"slots": True}),
+    ("full", PLAIN, CPU, {}),
     ("strips", PAST, ("cuda", "bfloat16", 12), {}),
     ("naive", PAST, CPU, {"causal": False, "slots": True, "softcap": 2.0}),
 ]
+
+
+@pytest.mark.parametrize(
+    "fast, T, masked, expected",
+    [
+        (True, 256, False, True),
+        (True, 513, False, False),
+        (True, 513, True, True),
+        (True, 128, False, False),
+        (False, 256, False, False),
+        (False, 256, True, False),
+    ],
+)
+def test_a_cpu_with_fast_bfloat16_multiplies_in_it(monkeypatch, fast, T, masked, expected):
+    monkeypatch.setattr(ops, "FAST_BFLOAT16", fast)
+    assert ops.takes_products(Mask(), T, T, masked, torch.bfloat16) is expected
+    assert not ops.takes_products(Mask(causal=False), T, T, masked, torch.bfloat16)
 
 
 class Answer(Exception):

@@ -302,10 +302,15 @@ def test_fsdp_keeps_gains_in_float32(pretended):
     assert kinds == [torch.float32, torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("block", ["standard", "parallel", "superblock"])
-def test_selective_recomputation_keeps_every_second_product(block):
+@pytest.mark.parametrize("block, flags", [
+    ("standard", []),
+    ("parallel", []),
+    ("superblock", []),
+    ("superblock", ["--window=8", "--block_size=130"]),  # attention by products in strips
+])  # fmt: skip
+def test_selective_recomputation_keeps_every_second_product(block, flags):
     """So of four in a layer, one is computed again: the backward does not need the last one's result."""
-    cfg = parse(Config, [*TINY, "--vocab_size=257", f"--block={block}"])
+    cfg = parse(Config, [*TINY, "--vocab_size=257", f"--block={block}", *flags])
     products = Counter()
     gradients = {}
     for kind in ("none", "selective", "full"):
@@ -313,7 +318,7 @@ def test_selective_recomputation_keeps_every_second_product(block):
         if kind != "none":
             for each in model.blocks:
                 recompute(each, kind)
-        text = torch.zeros(2, 16, dtype=torch.int64)
+        text = torch.zeros(2, cfg.block_size, dtype=torch.int64)
         loss = model(text, text)
         with Operations(lambda f, *_, kind=kind: products.update([kind] * (f in MATMULS | KEPT))):
             loss.backward()

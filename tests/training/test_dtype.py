@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ops
 import sample
 import train
 from configurator import parse
@@ -34,7 +35,7 @@ SHORT += ["--max_iters=2", "--eval_interval=2", "--warmup_iters=1", "--lr_decay_
 ])  # fmt: skip
 def test_auto_is_bfloat16_where_there_are_instructions(monkeypatch, amx, avx512, limits, fast):
     """Unless a variable keeps the libraries from using them."""
-    for variable in device.LIMITS:
+    for variable in ops.LIMITS:
         monkeypatch.delenv(variable, raising=False)
     for variable in limits:
         monkeypatch.setenv(variable, "AVX2")
