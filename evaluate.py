@@ -40,10 +40,9 @@ from data.errors import command, fail, printable, require, user_errors
 from data.files import new_file, user_path
 from data.loader import eval_batches
 from engine import settle, weights
-from engine.answers import answer
 from engine.config import Config
 from engine.device import resolve_device, resolve_dtype, torch_errors
-from engine.evaluation import byte_lengths, mean_loss
+from engine.evaluation import answer, byte_lengths, mean_loss
 from engine.parallel.connection import launched
 from engine.parallel.ranks import Ranks, join, leave
 from engine.plan import memory

@@ -315,10 +315,7 @@ def attention(
     if kernel in ("flash", "varlen"):
         return flash_attention(q, k, v, mask, D**-0.5, dropout)
     if kernel == "products":
-        q, k, v = (x.to(matmul_dtype(x)) for x in (q * D**-0.5, k, v))
-        ranges = mask.visible_range(T, S, q.device)
-        y, *_ = attention_products(q, k, v, *ranges, mask.causal, mask.window, M, torch.is_grad_enabled())
-        return y
+        return product_attention(q * D**-0.5, k, v, mask, M)
     strips = strips or strip_attention
     if kernel == "strips":
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
@@ -446,6 +443,14 @@ def seen_keys(lo: Tensor, hi: Tensor, keys: slice, slots: int) -> Tensor:
     return seen.view(-1, 1, *seen.shape[-2:])
 
 
+def product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: int) -> Tensor:
+    """Attention of scaled queries by products of matrices, on a CPU."""
+    q, k, v = (x.to(matmul_dtype(x)) for x in (q, k, v))
+    lo, hi = mask.visible_range(q.size(2), k.size(2) - slots, q.device)
+    y, *_ = attention_products(q, k, v, lo, hi, mask.causal, mask.window, slots, torch.is_grad_enabled())
+    return y
+
+
 # A process may have copies of this file, such as of an export. Those that differ have operations of their own.
 NAMESPACE = f"superblock_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
 
@@ -473,7 +478,8 @@ def attention_products(
     B, H, T, E = q.shape
     S = k.size(2)
     left = 256 * S * keep
-    k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B Hkv, S, E)
+    k = k.flatten(0, 1)  # (B Hkv, S, E)
+    v = v.flatten(0, 1)
     out = []
     kept = []
     for rows, keys in strips_of(causal, window, T, S - slots, slots, 64):
@@ -504,8 +510,10 @@ def attention_products_backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     B, H, T, E = q.shape
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     dq = []
     for i, (rows, keys) in enumerate(strips_of(causal, window, T, k.size(1) - slots, slots, 64)):
         if i < len(kept):

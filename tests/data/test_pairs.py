@@ -24,8 +24,8 @@ from data.sources import find_files
 from data.tokenizer import ByteTokenizer
 from data.writer import ShardWriter
 from engine import settle, weights
-from engine.answers import greedy
 from engine.config import Config
+from engine.evaluation import greedy
 from model import Model, ModelConfig
 from tests import oracle
 from tests.data.preparing import args, error, validates, write_records
