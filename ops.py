@@ -508,12 +508,12 @@ def attention_products_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, kept: list[Tensor], causal: bool, window: int,
     slots: int,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k and v."""
+    """The gradients of q, k and v. Those of k and v are sums over strips, in float32 at least."""
     B, H, T, E = q.shape
     k = k.flatten(0, 1)
     v = v.flatten(0, 1)
-    dk = torch.zeros_like(k)
-    dv = torch.zeros_like(v)
+    dk = at_least_float32(torch.zeros_like(k))
+    dv = at_least_float32(torch.zeros_like(v))
     dq = []
     for i, (rows, keys) in enumerate(strips_of(causal, window, T, k.size(1) - slots, slots, 64)):
         if i < len(kept):
@@ -523,17 +523,26 @@ def attention_products_backward(
                 q[:, :, rows], k[:, keys], lo[..., rows], hi[..., rows], keys, causal, window, slots
             )
         grad = dy[:, :, rows].reshape(len(k), -1, E)
-        dv[:, keys].baddbmm_(weights.mT, grad)
+        add_products_(dv[:, keys], weights.mT, grad)
         scores = torch._softmax_backward_data(grad @ v[:, keys].mT, weights, -1, weights.dtype)  # their gradient
-        dk[:, keys].baddbmm_(scores.mT, q[:, :, rows].reshape(len(k), -1, E))
+        add_products_(dk[:, keys], scores.mT, q[:, :, rows].reshape(len(k), -1, E))
         dq.append((scores @ k[:, keys]).view(B, H, -1, E).transpose(1, 2))
     shape = B, -1, k.size(1), E
-    return [torch.cat(dq, dim=1).transpose(1, 2), dk.view(shape), dv.view(shape)]
+    return [torch.cat(dq, dim=1).transpose(1, 2), dk.to(k.dtype).view(shape), dv.to(v.dtype).view(shape)]
+
+
+def add_products_(out: Tensor, a: Tensor, b: Tensor):
+    """out += a b for each matrix: out (N, n, m), a (N, n, k), b (N, k, m). out has their dtype, or float32."""
+    if out.dtype == a.dtype:
+        out.baddbmm_(a, b)
+    else:
+        out.add_(a @ b)
 
 
 def keep_products(ctx, inputs: tuple, output: list[Tensor]):
     q, k, v, lo, hi, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, lo, hi, *output[1:])
+    ctx.set_materialize_grads(False)  # autograd would fill as much memory as the weights take with zeros
 
 
 def gradients_of_products(ctx, grads: list[Tensor]) -> tuple:

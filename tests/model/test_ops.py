@@ -56,6 +56,33 @@ def test_products_beyond_the_weights_that_are_kept(monkeypatch, docs):
         assert (a.double() - b).norm() < 0.02 * b.norm()
 
 
+def test_gradients_of_products_are_summed_in_float32(monkeypatch):
+    """Each query gives all keys that it sees the same weight, so the gradient of a slot's value is the sum of these."""
+    monkeypatch.setattr(ops, "FAST_BFLOAT16", True)
+    length = 2048
+    q = torch.zeros(1, 1, length, 4, dtype=torch.bfloat16)
+    slots = [torch.zeros(1, 1, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    attention(q, q, q, 4, Mask(window=60), slots=slots).sum().backward()
+    expected = sum(1 / (min(i + 1, 60) + 1) for i in range(length))
+    assert slots[1].grad.mean().item() == pytest.approx(expected, rel=0.005)
+
+
+def test_the_weights_that_products_keep_get_no_gradients():
+    q = torch.randn(1, 2, 200, 4, requires_grad=True)
+    y = attention(q, q, q, 4, Mask(window=20))
+    made = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            made.append(op)
+            return op(*args, **(kwargs or {}))
+
+    with Calls():
+        y.backward(torch.ones_like(y))
+    assert ops.attention_products_backward.default in made
+    assert torch.ops.aten.zeros.default not in made
+
+
 def test_products_are_one_operation_of_a_graph():
     q, k, v = leaves(*[(1, 2, 200, 4)] * 3)
     seen = []
