@@ -7,18 +7,17 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ops import attention_products
-
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not experts', as too large
-KEPT = {  # other operations whose results selective recomputation keeps, because they are slow
+# Other operations whose results selective recomputation keeps, because they are slow. A CPU's attention_products is not
+# one of them, because it also returns weights, which would take more memory than recomputation saves.
+KEPT = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._flash_attention_forward.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    attention_products.default,
 }
 
 
