@@ -258,7 +258,8 @@ def attention_kernel(
     kernel    when; the first row that fits                                     memory of scores and masks
     naive     `mapped`: a softcap, or another map than softmax; or dropout on   (256, S) scores per strip
               a CPU: no fused kernel has them
-    products  on a CPU, see takes_products                                      (64, S) scores per strip
+    products  on a CPU, see takes_products                                      (64, S) scores per strip, and (256, S)
+                                                                                weights for the backward
     full      all queries see all keys, or causal with T = S without slots      none: one fused call
     strips    not takes_flash; or slots beside a window, documents              a (128, S) mask; a fused call per strip
     flash     a window, or causal with more keys                                none: one fused call
@@ -550,7 +551,11 @@ def gradients_of_products(ctx, grads: list[Tensor]) -> tuple:
     return *attention_products_backward(grads[0], q, k, v, lo, hi, kept, *ctx.options), *[None] * 6
 
 
-attention_products_backward = one_operation(attention_products_backward)
+def no_second_derivative(ctx, grads: list[Tensor]):
+    raise RuntimeError("attention_products has no second derivative, like the fused kernels of PyTorch")
+
+
+attention_products_backward = one_operation(attention_products_backward, no_second_derivative)
 attention_products = one_operation(attention_products, gradients_of_products, keep_products)
 
 

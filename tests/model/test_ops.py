@@ -67,6 +67,14 @@ def test_gradients_of_products_are_summed_in_float32(monkeypatch):
     assert slots[1].grad.mean().item() == pytest.approx(expected, rel=0.005)
 
 
+def test_products_have_no_second_derivative():
+    """As PyTorch's fused kernels have none. Without an error, a part of it would be missing."""
+    q = torch.randn(1, 1, 200, 4, requires_grad=True)
+    (dq,) = torch.autograd.grad(attention(q, q, q, 4, Mask(window=20)).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_products has no second derivative"):
+        torch.autograd.grad(dq.square().sum(), q)
+
+
 def test_the_weights_that_products_keep_get_no_gradients():
     q = torch.randn(1, 2, 200, 4, requires_grad=True)
     y = attention(q, q, q, 4, Mask(window=20))
