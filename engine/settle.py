@@ -56,7 +56,7 @@ def by_data(cfg: Config) -> tuple[DataSet, Objective]:
 def check_pairs(cfg: Config, data: DataSet):
     """ValueError if the data are no pairs, or if flags do not go with pairs."""
     if not data.pairs:
-        refuse(cfg, "pairs dataset", "the data have no mask of targets; prepare it with --pairs, or set pairs=False")
+        refuse(cfg, "pairs dataset", "the data have no mask of targets; prepare them with --pairs, or set pairs=False")
     if cfg.objective not in PAIRS:
         refuse(cfg, "objective dataset", "the data are pairs; set objective to causal or seq2seq, or pairs=False")
     for name in {"corrupt_ratio", "span_length"} & cfg.given:

@@ -291,7 +291,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, tiny_data, capsys):
         "--objective=masked": "the data are pairs; set objective to causal",
         "--corrupt_ratio=0.2 --objective=seq2seq": ": has no effect on dataset=",
         f"--dataset={out}:0.5,{tiny_data}:0.5": "mixes data of different kinds",
-        f"--dataset={tiny_data} --pairs=True": "no mask of targets; prepare it with --pairs",
+        f"--dataset={tiny_data} --pairs=True": "no mask of targets; prepare them with --pairs",
         "--block=c.joint_slots,p --pos=rope --block_size=24": "doc_mask=True",
     }.items():
         refused(train.main, [*flags, *more.split()], capsys, [words])
