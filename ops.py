@@ -44,6 +44,9 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
+
+
 def fast_bfloat16() -> bool:
     """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512, and no variable of LIMITS forbids
     them. Others emulate bfloat16, which can take a hundred times as long as float32."""
@@ -52,7 +55,6 @@ def fast_bfloat16() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 FAST_BFLOAT16 = fast_bfloat16()  # asked once, because torch.compile cannot ask
 
 
@@ -478,29 +480,31 @@ def attention_products(
     a head. The backward computes those of the other strips again."""
     B, H, T, E = q.shape
     S = k.size(2)
-    left = 256 * S * keep
+    left = 256 * S  # numbers that may still be kept
     k = k.flatten(0, 1)  # (B Hkv, S, E)
     v = v.flatten(0, 1)
     out = []
     kept = []
     for rows, keys in strips_of(causal, window, T, S - slots, slots, 64):
-        weights = strip_weights(q[:, :, rows], k[:, keys], lo[..., rows], hi[..., rows], keys, causal, window, slots)
+        weights = strip_weights(q, k, lo, hi, rows, keys, causal, window, slots)
         out.append((weights @ v[:, keys]).view(B, H, -1, E).transpose(1, 2))
         left -= (rows.stop - rows.start) * (keys.stop - keys.start)
-        if left >= 0:
+        if keep and left >= 0:
             kept.append(weights)
     return [torch.cat(out, dim=1).transpose(1, 2), *kept]
 
 
 def strip_weights(
-    q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, keys: slice, causal: bool, window: int, slots: int
+    q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, rows: slice, keys: slice, causal: bool, window: int, slots: int
 ) -> Tensor:
-    """The weights (B Hkv, G t, keys) of a strip's queries (B, H, t, E): the softmax is computed in float32."""
+    """The weights (B Hkv, G t, keys) of t rows of q (B, H, T, E), for these keys of k (B Hkv, S, E). Scores have the
+    dtype of q; their softmax is computed in float32 at least, and rounded to it."""
+    q = q[:, :, rows]
     B, H, t, E = q.shape
-    scores = q.reshape(len(k), -1, E) @ k.mT
+    scores = q.reshape(len(k), -1, E) @ k[:, keys].mT
     if causal and not window and lo.dim() == 1:  # all of them see the keys before the first query's own
         keys = slice(keys.stop - t, keys.stop)
-    hidden = ~seen_keys(lo, hi, keys, slots)
+    hidden = ~seen_keys(lo[..., rows], hi[..., rows], keys, slots)
     scores.view(B, H, t, -1)[..., -hidden.size(-1) :].masked_fill_(hidden, -math.inf)
     return scores.softmax(-1)
 
@@ -520,9 +524,7 @@ def attention_products_backward(
         if i < len(kept):
             weights = kept[i]
         else:
-            weights = strip_weights(
-                q[:, :, rows], k[:, keys], lo[..., rows], hi[..., rows], keys, causal, window, slots
-            )
+            weights = strip_weights(q, k, lo, hi, rows, keys, causal, window, slots)
         grad = dy[:, :, rows].reshape(len(k), -1, E)
         add_products_(dv[:, keys], weights.mT, grad)
         scores = torch._softmax_backward_data(grad @ v[:, keys].mT, weights, -1, weights.dtype)  # their gradient

@@ -17,8 +17,8 @@ ops.py:Mask.visible_range: Sliding windows that look both ways see one key too m
   + i + self.window + 1
   tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
 ops.py:attention_products_backward: Weights that are computed again in the backward see one key of the future.
-  - hi[..., rows], keys
-  + hi[..., rows] + 1, keys
+  - strip_weights(q, k, lo, hi, rows
+  + strip_weights(q, k, lo, hi + 1, rows
   tests/model/test_ops.py::test_products_beyond_the_weights_that_are_kept
 ops.py:strip_weights: In attention by products, documents see those before them, but for a strip's own keys.
   - and lo.dim() == 1
