@@ -526,20 +526,12 @@ def attention_products_backward(
         else:
             weights = strip_weights(q, k, lo, hi, rows, keys, causal, window, slots)
         grad = dy[:, :, rows].reshape(len(k), -1, E)
-        add_products_(dv[:, keys], weights.mT, grad)
+        dv[:, keys] += weights.mT @ grad
         scores = torch._softmax_backward_data(grad @ v[:, keys].mT, weights, -1, weights.dtype)  # their gradient
-        add_products_(dk[:, keys], scores.mT, q[:, :, rows].reshape(len(k), -1, E))
+        dk[:, keys] += scores.mT @ q[:, :, rows].reshape(len(k), -1, E)
         dq.append((scores @ k[:, keys]).view(B, H, -1, E).transpose(1, 2))
     shape = B, -1, k.size(1), E
     return [torch.cat(dq, dim=1).transpose(1, 2), dk.to(k.dtype).view(shape), dv.to(v.dtype).view(shape)]
-
-
-def add_products_(out: Tensor, a: Tensor, b: Tensor):
-    """out += a b for each matrix: out (N, n, m), a (N, n, k), b (N, k, m). out has their dtype, or float32."""
-    if out.dtype == a.dtype:
-        out.baddbmm_(a, b)
-    else:
-        out.add_(a @ b)
 
 
 def keep_products(ctx, inputs: tuple, output: list[Tensor]):
