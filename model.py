@@ -313,7 +313,7 @@ class Model(Stack):
 
     def logits(self, x: Tensor) -> Tensor:
         """The last norm's result x (..., C) -> logits (..., V) in float32."""
-        logits = F.linear(x, self.head_weight())
+        logits = ops.linear(x, self.head_weight())
         return ops.capped(ops.at_least_float32(logits), self.cfg.logit_softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -433,6 +433,9 @@ class Linear(nn.Linear):
 
     def reset_parameters(self):
         pass  # because Model.init_weights fills all parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
 
 
 Activation = namedtuple("Activation", "phi arity", defaults=[1])  # phi maps `arity` tensors to one; gated ones map two

@@ -58,6 +58,84 @@ def fast_bfloat16() -> bool:
 FAST_BFLOAT16 = fast_bfloat16()  # asked once, because torch.compile cannot ask
 
 
+def fast_onednn() -> bool:
+    """Whether oneDNN multiplies in float32 faster than MKL, PyTorch's library for it. It does on an AMD with AVX-512:
+    MKL takes AVX2 there, as on all CPUs that are not Intel's. No variable of LIMITS may be set."""
+    if not torch.cpu._is_avx512_supported() or any(variable in os.environ for variable in LIMITS):
+        return False
+    cpu = Path("/proc/cpuinfo")  # of Linux, whose second line names the maker
+    amd = cpu.exists() and "AuthenticAMD" in cpu.read_text()
+    return amd and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+FAST_ONEDNN = fast_onednn()
+
+
+# Linear layers
+
+
+# A process may have copies of this file, such as of an export. Those that differ have operations of their own.
+NAMESPACE = f"superblock_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
+
+
+def one_operation(f: Callable, backward: Callable | None = None, setup: Callable | None = None) -> Callable:
+    """f as one operation, into which neither torch.compile nor selective recomputation looks. The decorator of PyTorch,
+    custom_op, would import a second's worth of modules at the first call."""
+    name = f"{NAMESPACE}::{f.__name__}"
+    operations = getattr(torch.ops, NAMESPACE)
+    if not hasattr(operations, f.__name__):
+        torch.library.define(name, torch.library.infer_schema(f, mutates_args=()))
+        torch.library.impl(name, "cpu", f)
+        torch.library.register_fake(name, f)
+        if backward is not None:
+            torch.library.register_autograd(name, backward, setup_context=setup)
+    return getattr(operations, f.__name__)
+
+
+def product_of_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T: x (..., i), weight (o, i) -> (..., o)."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight.contiguous(), None, "none", [], "")
+
+
+product_of_onednn = one_operation(product_of_onednn)  # because Inductor takes oneDNN's own for constant weights alone
+
+
+class LinearOfOneDNN(torch.autograd.Function):
+    """x W^T, whose forward and backward are products of oneDNN."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product_of_onednn(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = product_of_onednn(grad, weight.mT)
+        if ctx.needs_input_grad[1]:
+            dw = product_of_onednn(grad.flatten(0, -2).mT, x.flatten(0, -2).mT)
+        return dx, dw
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: x (..., i), weight (o, i), bias (o,) -> (..., o)."""
+    if not takes_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    y = LinearOfOneDNN.apply(x, weight)
+    return y if bias is None else y + bias
+
+
+def takes_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is the faster library for x W^T. For a few rows, as in decoding, its start takes longer."""
+    if not FAST_ONEDNN or device_of_kernels(x) != "cpu" or x.numel() < 64 * x.size(-1):
+        return False
+    return x.dtype == weight.dtype == matmul_dtype(x) == torch.float32
+
+
+
 # Norms and elementwise functions
 
 
@@ -197,7 +275,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor,
 def linear_by_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """grouped_linear without bias, a product for each expert. The host waits for `ends`."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    parts = [F.linear(rows, w) for rows, w in zip(x.split(sizes), weight, strict=True)]
+    parts = [linear(rows, w) for rows, w in zip(x.split(sizes), weight, strict=True)]
     return torch.cat(parts)
 
 
@@ -454,24 +532,6 @@ def product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slots: int) -
     return y
 
 
-# A process may have copies of this file, such as of an export. Those that differ have operations of their own.
-NAMESPACE = f"superblock_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
-
-
-def one_operation(f: Callable, backward: Callable | None = None, setup: Callable | None = None) -> Callable:
-    """f as one operation, into which neither torch.compile nor selective recomputation looks. The decorator of PyTorch,
-    custom_op, would import a second's worth of modules at the first call."""
-    name = f"{NAMESPACE}::{f.__name__}"
-    operations = getattr(torch.ops, NAMESPACE)
-    if not hasattr(operations, f.__name__):
-        torch.library.define(name, torch.library.infer_schema(f, mutates_args=()))
-        torch.library.impl(name, "cpu", f)
-        torch.library.register_fake(name, f)
-        if backward is not None:
-            torch.library.register_autograd(name, backward, setup_context=setup)
-    return getattr(operations, f.__name__)
-
-
 def attention_products(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, causal: bool, window: int, slots: int, keep: bool
 ) -> list[Tensor]:
@@ -609,7 +669,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap=0.0, chunk
     """
     rows = rows_at_once(len(x), chunk, len(weight), x.device)
     if len(x) <= rows and not x.is_cuda:  # on a GPU, the compiled loss of one chunk is faster
-        logits = capped(at_least_float32(F.linear(x, weight)), softcap)
+        logits = capped(at_least_float32(linear(x, weight)), softcap)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
     options = softcap, rows, of_chunk or chunk_loss, torch.is_grad_enabled()
     return ChunkedCrossEntropy.apply(x, weight, targets, options)

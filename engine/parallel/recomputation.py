@@ -7,8 +7,10 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ops import product_of_onednn
+
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}  # not experts', as too large
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, product_of_onednn.default}  # not experts', as too large
 # Other operations whose results selective recomputation keeps, because they are slow. A CPU's attention_products is not
 # one of them, because it also returns weights, which would take more memory than recomputation saves.
 KEPT = {

@@ -33,7 +33,7 @@ from data.objective import objective_of
 from engine.config import Config
 from flags import refuse
 from model import ExpertLinear, Linear, Neighbours, heads_of, hidden_units, stream_dtype
-from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, matmul_dtype, rows_at_once
+from ops import ChunkedCrossEntropy, at_least_float32, capped, grouped_linear, linear, matmul_dtype, rows_at_once
 
 collectives = torch.ops._c10d_functional
 
@@ -204,7 +204,7 @@ def row_parallel(layer: nn.Linear, n: int, x: Tensor, *ends: Tensor) -> Tensor:
     bias = layer.bias / n
     if ends:  # of experts
         return grouped_linear(x, layer.weight, bias, *ends, layer.loop)
-    return F.linear(x, layer.weight, bias)
+    return linear(x, layer.weight, bias)
 
 
 def pad_to_width(rank: int, n: int, x: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def parallel_cross_entropy(model: nn.Module, n: int, x: Tensor, targets: Tensor)
 
 def parallel_logits(model: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
     """Model.logits for a head of V/n rows: all columns, on every rank."""
-    logits = gathered(F.linear(x, model.head.weight), -1, group)[..., : model.cfg.vocab_size]
+    logits = gathered(linear(x, model.head.weight), -1, group)[..., : model.cfg.vocab_size]
     return capped(at_least_float32(logits), model.cfg.logit_softcap)
 
 
