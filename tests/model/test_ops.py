@@ -201,6 +201,60 @@ def test_a_cpu_with_fast_bfloat16_multiplies_in_it(monkeypatch, fast, T, masked,
     assert not ops.takes_products(Mask(causal=False), T, T, masked, torch.bfloat16)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape, bias", [((3, 40, 16), True), ((100, 16), False)])
+def test_onednn_multiplies_as_in_float64(monkeypatch, shape, bias, compiled):
+    """Result and gradients, of rows that are not contiguous too. A second product sees the gradient of the first."""
+    monkeypatch.setattr(ops, "FAST_ONEDNN", True)
+
+    def two(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        return ops.linear(ops.linear(x.flip(0), w, b).mT.contiguous().mT, w.mT.contiguous())
+
+    x, w, b = leaves(shape, (24, 16), (24,))
+    given = (x, w, b) if bias else (x, w)
+    expected = two(*given, *[None] * (not bias))
+    direction = torch.randn_like(expected)
+    exact = expected, *torch.autograd.grad(expected, given, direction)
+    narrow = [t.detach().float().requires_grad_() for t in given]
+    assert ops.takes_onednn(*narrow[:2])
+    run = torch.compile(two) if compiled else two
+    got = run(*narrow, *[None] * (not bias))
+    ours = got, *torch.autograd.grad(got, narrow, direction.float())
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.double() - b).norm() < 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("shape, dtype, autocast, taken", [
+    ((64, 8), torch.float32, False, True),
+    ((63, 8), torch.float32, False, False),
+    ((64, 8), torch.float64, False, False),
+    ((64, 8), torch.float32, True, False),
+])  # fmt: skip
+def test_onednn_is_for_many_rows_in_float32(monkeypatch, shape, dtype, autocast, taken):
+    x = torch.randn(shape, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        monkeypatch.setattr(ops, "FAST_ONEDNN", True)
+        assert ops.takes_onednn(x, x) is taken
+        monkeypatch.setattr(ops, "FAST_ONEDNN", False)
+        assert not ops.takes_onednn(x, x)
+
+
+@pytest.mark.parametrize("maker, avx512, limits, fast", [
+    ("AuthenticAMD", True, [], True),
+    ("GenuineIntel", True, [], False),
+    ("AuthenticAMD", False, [], False),
+    ("AuthenticAMD", True, ["MKL_ENABLE_INSTRUCTIONS"], False),
+])  # fmt: skip
+def test_onednn_is_faster_on_an_amd_with_avx512(monkeypatch, maker, avx512, limits, fast):
+    for variable in ops.LIMITS:
+        monkeypatch.delenv(variable, raising=False)
+    for variable in limits:
+        monkeypatch.setenv(variable, "AVX2")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(ops.Path, "read_text", lambda path: f"processor\t: 0\nvendor_id\t: {maker}\n")
+    assert ops.fast_onednn() is fast
+
+
 class Answer(Exception):
     """The kernel that attention would take."""
 

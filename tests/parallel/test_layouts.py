@@ -302,14 +302,17 @@ def test_fsdp_keeps_gains_in_float32(pretended):
     assert kinds == [torch.float32, torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("block, flags, again", [
-    ("standard", [], 1),
-    ("parallel", [], 1),
-    ("superblock", [], 1),
-    ("superblock", ["--window=8", "--block_size=130"], 2),  # attention by products too, whose weights take more memory
+@pytest.mark.parametrize("block, flags, onednn, again", [
+    ("standard", [], False, 1),
+    ("parallel", [], False, 1),
+    ("superblock", [], False, 1),
+    # attention by products too, whose weights take more memory
+    ("superblock", ["--window=8", "--block_size=130"], False, 2),
+    ("superblock", ["--block_size=130"], True, 2),  # the last one too, because an autograd.Function runs to its end
 ])  # fmt: skip
-def test_selective_recomputation_keeps_every_second_product(block, flags, again):
+def test_selective_recomputation_keeps_every_second_product(monkeypatch, block, flags, onednn, again):
     """So of four in a layer, one is computed again: the backward does not need the last one's result."""
+    monkeypatch.setattr(ops, "FAST_ONEDNN", onednn)
     cfg = parse(Config, [*TINY, "--vocab_size=257", f"--block={block}", *flags])
     products = Counter()
     gradients = {}
