@@ -135,7 +135,6 @@ def takes_onednn(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype == matmul_dtype(x) == torch.float32
 
 
-
 # Norms and elementwise functions
 
 
@@ -405,7 +404,7 @@ def attention(
 
 
 def device_of_kernels(x: Tensor) -> str:
-    """The kind of device for which attention chooses a kernel. A plan replaces this function, as it has no GPU."""
+    """The kind of device for which kernels are chosen. A plan replaces this function, as it has no GPU."""
     return x.device.type
 
 

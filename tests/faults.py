@@ -24,7 +24,7 @@ ops.py:strip_weights: In attention by products, documents see those before them,
   - and lo.dim() == 1
   + and lo.dim()
   tests/model/test_ops.py::test_attention_equals_naive_attention_under_every_mask
-ops.py:LinearOfOneDNN.backward: Where oneDNN multiplies, gradients of weights come from the first row of the batch alone.
+ops.py:LinearOfOneDNN.backward: Where oneDNN multiplies, gradients of weights come from the first text alone.
   - grad.flatten(0, -2).mT, x.flatten(0, -2).mT
   + grad[:1].flatten(0, -2).mT, x[:1].flatten(0, -2).mT
   tests/model/test_ops.py::test_onednn_multiplies_as_in_float64

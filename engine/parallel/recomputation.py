@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ops import product_of_onednn
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, product_of_onednn.default}  # not experts', as too large
+# Experts' products are not among these, because they are too large.
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, product_of_onednn.default}
 # Other operations whose results selective recomputation keeps, because they are slow. A CPU's attention_products is not
 # one of them, because it also returns weights, which would take more memory than recomputation saves.
 KEPT = {
