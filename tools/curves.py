@@ -136,14 +136,26 @@ def require_matplotlib():
     require(importlib.util.find_spec("matplotlib"), "matplotlib is not installed; pip install -e .[plots]")
 
 
-def draw(cfg: PlotConfig, runs: list[Run]):
-    """A matplotlib Figure with a line for each figure of cfg.y of each group of runs."""
+def new_axes(width: float, height: float):
+    """matplotlib's Axes of a new Figure, of this size in inches, in the colours of all pictures."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     with rc_context(MATPLOTLIB):
-        axes = Figure(figsize=(7.2, 4)).subplots()
+        return Figure(figsize=(width, height)).subplots()
+
+
+def show_legend(axes):
+    """The legend, above the picture."""
+    for text in axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, labelcolor=GREY).get_texts():
+        text.set_parse_math(False)  # a $ in a name is a $
+
+
+def draw(cfg: PlotConfig, runs: list[Run]):
+    """A matplotlib Figure with a line for each figure of cfg.y of each group of runs."""
+    from matplotlib.ticker import EngFormatter
+
+    axes = new_axes(7.2, 4)
     lines = itertools.product(groups_of(runs).items(), cfg.y.split(","))
     for ((name, group), y), colour in zip(lines, itertools.cycle(COLOURS)):
         draw_line(axes, cfg, y, name, group, colour)
@@ -154,8 +166,7 @@ def draw(cfg: PlotConfig, runs: list[Run]):
         axes.set_ylabel("nats per token")
     if cfg.ymax:
         axes.set_ylim(top=cfg.ymax)
-    for text in axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, labelcolor=GREY).get_texts():
-        text.set_parse_math(False)  # a $ in a name is a $
+    show_legend(axes)
     return axes.figure
 
 

@@ -4,43 +4,49 @@
     python -m tools.plot out/pycode --y=loss,val_loss --smooth=5 --out=loss.svg
     python -m tools.plot out/a out/b out/c --y=val_loss --x=seconds --ymax=3
     python -m tools.plot out/compare                                        # the differences that tools.compare found
+    python -m tools.plot out/compare_1M out/compare_8M --x=flops            # and how losses fall with the cost
 
 The legend names the flags in which the runs differ. Runs that differ only in the seed are one line, their mean, and a
-band from the smallest to the largest value. The colours can be read on white and on black.
+band from the smallest to the largest value. Several comparisons are one line for each --run: it has the mean of the
+seeds' losses with its 95 % interval, and the legend the power of the cost that fits the means. The colours can be read
+on white and on black.
 """
 
+import itertools
 from json import JSONDecodeError
 from statistics import fmean
+
+import numpy as np
 
 from configurator import parse_positional
 from data.errors import command, printable, reason, require, user_errors
 from data.files import read_json, user_path
 from tools.compare.table import mean_and_half
-from tools.curves import COLOURS, GREY, MATPLOTLIB, PlotConfig, draw, read_run, require_matplotlib, save
+from tools.curves import COLOURS, GREY, PlotConfig, draw, new_axes, read_run, require_matplotlib, save, show_legend
 
 
-def draw_intervals(folder: str):
+def own_words(runs: list[dict]) -> list[str]:
+    """The arguments of each run that not all of them have."""
+    common = set.intersection(*(set(run["arguments"]) for run in runs))
+    words = [" ".join(word for word in run["arguments"] if word not in common) for run in runs]
+    return [printable(each) or "run 1" for each in words]
+
+
+def draw_intervals(folder: str, runs: list[dict]):
     """A matplotlib Figure of the runs of a comparison that have results with a seed of the first one: a point for each
     seed, and a bar over the 95 % interval of their mean. ValueError if the first run is alone."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    runs = read_json(user_path(folder) / "compare.json")["runs"]
     first = runs[0]["seeds"]
     paired = [run for run in runs if run["seeds"].keys() & first.keys()]
     require(len(paired) > 1, f"{folder} has no two runs with results of one seed yet; continue its tools.compare")
-    common = set.intersection(*(set(run["arguments"]) for run in paired))
-    with rc_context(MATPLOTLIB):
-        axes = Figure(figsize=(7.2, 0.8 + 0.4 * len(paired))).subplots()
+    axes = new_axes(7.2, 0.8 + 0.4 * len(paired))
     labels = []
-    for place, run in enumerate(paired):
+    for place, (run, words) in enumerate(zip(paired, own_words(paired), strict=True)):
         losses = {seed: result["loss"] for seed, result in run["seeds"].items()}
         differences = [loss - first[seed]["loss"] for seed, loss in losses.items() if seed in first]
         mean, half = mean_and_half(differences)
         axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], alpha=0.4, markersize=4)
         axes.errorbar(mean, place, xerr=half, color=COLOURS[1], marker="D", markersize=5, capsize=3)
-        words = " ".join(word for word in run["arguments"] if word not in common)
-        labels.append(f"{printable(words) or 'run 1'}\n{fmean(losses.values()):.3f}")
+        labels.append(f"{words}\n{fmean(losses.values()):.3f}")
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks(range(len(paired)), labels, fontsize=8, parse_math=False)
     axes.invert_yaxis()  # the first run on top
@@ -48,22 +54,59 @@ def draw_intervals(folder: str):
     return axes.figure
 
 
+def draw_costs(cfg: PlotConfig, comparisons: list[list[dict]]):
+    """A matplotlib Figure of how losses fall with the cost of a training: a line for the first run of all comparisons,
+    one for their second run, and so on."""
+    require(cfg.x in ("tokens", "flops"), f"x={cfg.x}: comparisons are drawn against tokens or flops; set --x=flops")
+    require(len(set(map(len, comparisons))) == 1, "the comparisons have unequal numbers of runs; draw them one by one")
+    axes = new_axes(7.2, 4)
+    names = own_words(comparisons[0])
+    for name, runs, colour in zip(names, zip(*comparisons, strict=True), itertools.cycle(COLOURS)):
+        points = sorted(point(cfg, run) for run in runs if run["seeds"])
+        require(len(points) > 1, f"{name}: fewer than two comparisons have results; continue their tools.compare")
+        cost, mean, half = np.array(points).T
+        power = np.polyfit(np.log(cost), np.log(mean), 1)[0]
+        label = f"{name}, a power of {power:.3f}"
+        axes.errorbar(cost, mean, yerr=half, color=colour, marker="o", markersize=4, capsize=3, label=label)
+    axes.set(xscale="log", yscale="log", xlabel=cfg.x, ylabel="nats per token")
+    show_legend(axes)
+    return axes.figure
+
+
+def point(cfg: PlotConfig, run: dict) -> tuple[float, float, float]:
+    """The cost of a training, the mean of its seeds' losses, and half of that mean's interval."""
+    costs = run["costs"]
+    cost = costs["tokens"]
+    if cfg.x == "flops":
+        cost *= costs["flops_per_token"]
+    return cost, *mean_and_half([result["loss"] for result in run["seeds"].values()])
+
+
+def draw_comparisons(cfg: PlotConfig, folders: list[str]):
+    """The picture of one comparison, or of several."""
+    comparisons = [read_json(user_path(folder) / "compare.json")["runs"] for folder in folders]
+    if len(folders) == 1:
+        return draw_intervals(folders[0], comparisons[0])
+    return draw_costs(cfg, comparisons)
+
+
 def main(argv: list[str] | None = None):
     with user_errors():
         folders, cfg = parse_positional(PlotConfig, argv, __doc__)
         require(folders, "expected the folders of one or more runs, not nothing; --help says more")
         require_matplotlib()
+        folders = list(dict.fromkeys(folders))
         out = user_path(cfg.out or f"{folders[0]}/plot.png")
-        if (user_path(folders[0]) / "compare.json").is_file():
-            require(len(folders) == 1, f"{folders[0]} is a comparison of tools.compare; draw it alone")
+        comparisons = [folder for folder in folders if (user_path(folder) / "compare.json").is_file()]
+        if comparisons:
+            require(folders == comparisons, f"{comparisons[0]} is a comparison of tools.compare; draw it without runs")
             try:
-                figure = draw_intervals(folders[0])
+                figure = draw_comparisons(cfg, folders)
             except (JSONDecodeError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-                fact = f"{folders[0]}/compare.json is damaged ({reason(error)})"
+                fact = f"{', '.join(folders)}: a compare.json is damaged ({reason(error)})"
                 raise ValueError(f"{fact}; delete it, and run its tools.compare again") from None
         else:
-            runs = [read_run(folder) for folder in dict.fromkeys(folders)]
-            figure = draw(cfg, runs)
+            figure = draw(cfg, [read_run(folder) for folder in folders])
         save(figure, out)
     print(printable(f"wrote {out}"))
 

@@ -173,6 +173,38 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     assert "has no two runs with results of one seed yet" in refused(plot.main, [tmp_path], capsys)
 
 
+def test_comparisons_against_their_cost(picture, tmp_path, capsys):
+    """Two runs of three comparisons, whose losses are powers of the cost. One has no result of the second run."""
+    folders = []
+    for tokens in (10, 1000, 100):
+        runs = []
+        for words, power in (("--block=c,p", -0.1), ("--block=c+p", -0.2)):
+            losses = [2 * (5 * tokens) ** power + error for error in (-0.1, 0.1)]
+            seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(losses, 1)}
+            costs = {"tokens": tokens, "flops_per_token": 5.0}
+            runs.append({"arguments": ["--compile=True", words], "costs": costs, "seeds": seeds})
+        folders.append(tmp_path / str(tokens))
+        folders[-1].mkdir()
+        (folders[-1] / "compare.json").write_text(json.dumps({"runs": runs}))
+    runs[1]["seeds"] = {}
+    (folders[-1] / "compare.json").write_text(json.dumps({"runs": runs}))
+    figure = picture(*map(str, folders), "--x=flops")
+    assert legend(figure) == ["--block=c,p, a power of -0.100", "--block=c+p, a power of -0.200"]
+    one, two = (line for line in figure.axes[0].lines if line.get_linestyle() == "-")
+    assert one.get_xdata().tolist() == [50, 500, 5000]
+    assert one.get_ydata().tolist() == pytest.approx([2 * cost**-0.1 for cost in (50, 500, 5000)])
+    assert two.get_xdata().tolist() == [50, 5000]
+    assert two.get_ydata().tolist() == pytest.approx([2 * cost**-0.2 for cost in (50, 5000)])
+    low, high = figure.axes[0].collections[0].get_segments()[0][:, 1]
+    assert (high - low) / 2 == pytest.approx(12.706 * 0.1)
+    for arguments, words in (
+        ([*folders, "--x=steps"], "x=steps: comparisons are drawn against tokens or flops; set --x=flops"),
+        ([folders[0], tmp_path], "is a comparison of tools.compare; draw it without runs"),
+        ([folders[0], folders[2], "--x=flops"], "--block=c+p: fewer than two comparisons have results"),
+    ):
+        assert words in refused(plot.main, arguments, capsys)
+
+
 @pytest.mark.parametrize("name", ["$a$ and $b", "_hidden", "$\\\\frac{$", "\x1b[31mred\n"])
 def test_names_are_no_mathematics_and_are_not_hidden(make, picture, name, tmp_path):
     """What a legend and its picture have of a name: its characters, also those of which a backslash is one."""
