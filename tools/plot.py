@@ -25,28 +25,32 @@ from tools.compare.table import mean_and_half
 from tools.curves import COLOURS, GREY, PlotConfig, draw, new_axes, read_run, require_matplotlib, save, show_legend
 
 
-def own_words(runs: list[dict]) -> list[str]:
+def names_of(runs: list[dict]) -> list[str]:
     """The arguments of each run that not all of them have."""
     common = set.intersection(*(set(run["arguments"]) for run in runs))
-    words = [" ".join(word for word in run["arguments"] if word not in common) for run in runs]
-    return [printable(each) or "run 1" for each in words]
+    names = []
+    for number, run in enumerate(runs, 1):
+        words = " ".join(word for word in run["arguments"] if word not in common)
+        names.append(printable(words) or f"run {number}")
+    return names
 
 
 def draw_intervals(folder: str, runs: list[dict]):
     """A matplotlib Figure of the runs of a comparison that have results with a seed of the first one: a point for each
     seed, and a bar over the 95 % interval of their mean. ValueError if the first run is alone."""
     first = runs[0]["seeds"]
-    paired = [run for run in runs if run["seeds"].keys() & first.keys()]
+    named = zip(runs, names_of(runs), strict=True)
+    paired = [(run, name) for run, name in named if run["seeds"].keys() & first.keys()]
     require(len(paired) > 1, f"{folder} has no two runs with results of one seed yet; continue its tools.compare")
     axes = new_axes(7.2, 0.8 + 0.4 * len(paired))
     labels = []
-    for place, (run, words) in enumerate(zip(paired, own_words(paired), strict=True)):
+    for place, (run, name) in enumerate(paired):
         losses = {seed: result["loss"] for seed, result in run["seeds"].items()}
         differences = [loss - first[seed]["loss"] for seed, loss in losses.items() if seed in first]
         mean, half = mean_and_half(differences)
         axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], alpha=0.4, markersize=4)
         axes.errorbar(mean, place, xerr=half, color=COLOURS[1], marker="D", markersize=5, capsize=3)
-        labels.append(f"{words}\n{fmean(losses.values()):.3f}")
+        labels.append(f"{name}\n{fmean(losses.values()):.3f}")
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks(range(len(paired)), labels, fontsize=8, parse_math=False)
     axes.invert_yaxis()  # the first run on top
@@ -57,10 +61,12 @@ def draw_intervals(folder: str, runs: list[dict]):
 def draw_costs(cfg: PlotConfig, comparisons: list[list[dict]]):
     """A matplotlib Figure of how losses fall with the cost of a training: a line for the first run of all comparisons,
     one for their second run, and so on."""
+    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+
     require(cfg.x in ("tokens", "flops"), f"x={cfg.x}: comparisons are drawn against tokens or flops; set --x=flops")
     require(len(set(map(len, comparisons))) == 1, "the comparisons have unequal numbers of runs; draw them one by one")
     axes = new_axes(7.2, 4)
-    names = own_words(comparisons[0])
+    names = names_of(comparisons[0])
     for name, runs, colour in zip(names, zip(*comparisons, strict=True), itertools.cycle(COLOURS)):
         points = sorted(point(cfg, run) for run in runs if run["seeds"])
         require(len(points) > 1, f"{name}: fewer than two comparisons have results; continue their tools.compare")
@@ -69,6 +75,9 @@ def draw_costs(cfg: PlotConfig, comparisons: list[list[dict]]):
         label = f"{name}, a power of {power:.3f}"
         axes.errorbar(cost, mean, yerr=half, color=colour, marker="o", markersize=4, capsize=3, label=label)
     axes.set(xscale="log", yscale="log", xlabel=cfg.x, ylabel="nats per token")
+    for axis, shown in ((axes.xaxis, EngFormatter(sep=" ")), (axes.yaxis, StrMethodFormatter("{x:.4g}"))):
+        axis.set_major_formatter(shown)
+        axis.set_minor_formatter(shown)
     show_legend(axes)
     return axes.figure
 
