@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -63,15 +64,16 @@ def fast_onednn() -> bool:
     MKL takes AVX2 there, as on all CPUs that are not Intel's. No variable of LIMITS may be set."""
     if not torch.cpu._is_avx512_supported() or any(variable in os.environ for variable in LIMITS):
         return False
-    cpu = Path("/proc/cpuinfo")  # of Linux, whose second line names the maker
-    amd = cpu.exists() and "AuthenticAMD" in cpu.read_text()
+    amd = False
+    with suppress(OSError):  # without Linux there is no such file
+        amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text(errors="replace")
     return amd and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 FAST_ONEDNN = fast_onednn()
 
 
-# Linear layers
+# Operations
 
 
 # A process may have copies of this file, such as of an export. Those that differ have operations of their own.
@@ -92,8 +94,17 @@ def one_operation(f: Callable, backward: Callable | None = None, setup: Callable
     return getattr(operations, f.__name__)
 
 
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether one of them is differentiated in forward mode, of which operations of this file would know nothing."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
+
+
+# Linear layers
+
+
 def product_of_onednn(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T: x (..., i), weight (o, i) -> (..., o)."""
+    torch._check(x.size(-1) == weight.size(1), lambda: f"x {(*x.shape,)} does not fit a weight {(*weight.shape,)}")
     return torch.ops.mkldnn._linear_pointwise(x, weight.contiguous(), None, "none", [], "")
 
 
@@ -101,22 +112,26 @@ product_of_onednn = one_operation(product_of_onednn)  # because Inductor takes o
 
 
 class LinearOfOneDNN(torch.autograd.Function):
-    """x W^T, whose forward and backward are products of oneDNN."""
+    """x W^T, whose derivatives of any order are products of oneDNN too."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
         return product_of_onednn(x, weight)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs: tuple, output: Tensor):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = product_of_onednn(grad, weight.mT)
+            dx = LinearOfOneDNN.apply(grad, weight.mT)
         if ctx.needs_input_grad[1]:
-            dw = product_of_onednn(grad.flatten(0, -2).mT, x.flatten(0, -2).mT)
+            dw = LinearOfOneDNN.apply(grad.flatten(0, -2).mT, x.flatten(0, -2).mT)
         return dx, dw
 
 
@@ -129,8 +144,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def takes_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is the faster library for x W^T. For a few rows, as in decoding, its start takes longer."""
-    if not FAST_ONEDNN or device_of_kernels(x) != "cpu" or x.numel() < 64 * x.size(-1):
+    """Whether oneDNN is faster for x W^T. It starts later than MKL, which a small product does not make up for."""
+    small = x.numel() * weight.size(0) < 2**23  # multiplications; a product of these takes about 50 microseconds
+    if not FAST_ONEDNN or small or device_of_kernels(x) != "cpu" or has_tangent(x, weight):
         return False
     return x.dtype == weight.dtype == matmul_dtype(x) == torch.float32
 
@@ -394,10 +410,10 @@ def attention(
         return sdpa(q, k, v, is_causal=mask.causal)
     if kernel in ("flash", "varlen"):
         return flash_attention(q, k, v, mask, D**-0.5, dropout)
-    if kernel == "products":
+    if kernel == "products" and not has_tangent(q, k, v):
         return product_attention(q * D**-0.5, k, v, mask, M)
     strips = strips or strip_attention
-    if kernel == "strips":
+    if kernel != "naive":
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)

@@ -201,42 +201,64 @@ def test_a_cpu_with_fast_bfloat16_multiplies_in_it(monkeypatch, fast, T, masked,
     assert not ops.takes_products(Mask(causal=False), T, T, masked, torch.bfloat16)
 
 
+def two_layers(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """Two linear layers, of rows and weights that are not contiguous."""
+    return ops.linear(ops.linear(x.flip(0), w, b).mT.contiguous().mT, w.mT)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("shape, bias", [((3, 40, 16), True), ((100, 16), False)])
+@pytest.mark.parametrize("shape, bias", [((4, 256, 96), True), ((1024, 96), False)])
 def test_onednn_multiplies_as_in_float64(monkeypatch, shape, bias, compiled):
-    """Result and gradients, of rows that are not contiguous too. A second product sees the gradient of the first."""
     monkeypatch.setattr(ops, "FAST_ONEDNN", True)
-
-    def two(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        return ops.linear(ops.linear(x.flip(0), w, b).mT.contiguous().mT, w.mT.contiguous())
-
-    x, w, b = leaves(shape, (24, 16), (24,))
+    x, w, b = leaves(shape, (128, 96), (128,))
     given = (x, w, b) if bias else (x, w)
-    expected = two(*given, *[None] * (not bias))
+    absent = [None] * (not bias)
+    expected = two_layers(*given, *absent)
     direction = torch.randn_like(expected)
     exact = expected, *torch.autograd.grad(expected, given, direction)
     narrow = [t.detach().float().requires_grad_() for t in given]
     assert ops.takes_onednn(*narrow[:2])
-    run = torch.compile(two) if compiled else two
-    got = run(*narrow, *[None] * (not bias))
+    run = torch.compile(two_layers) if compiled else two_layers
+    got = run(*narrow, *absent)
     ours = got, *torch.autograd.grad(got, narrow, direction.float())
     for a, b in zip(ours, exact, strict=True):
         assert (a.double() - b).norm() < 1e-6 * b.norm()
 
 
-@pytest.mark.parametrize("shape, dtype, autocast, taken", [
-    ((64, 8), torch.float32, False, True),
-    ((63, 8), torch.float32, False, False),
-    ((64, 8), torch.float64, False, False),
-    ((64, 8), torch.float32, True, False),
+def test_onednn_has_all_derivatives(monkeypatch):
+    """The second one, also where the first one's incoming gradient is constant; those of torch.func; forward mode."""
+    monkeypatch.setattr(ops, "FAST_ONEDNN", True)
+    x = torch.randn(1024, 96, requires_grad=True)
+    w = torch.randn(128, 96, requires_grad=True)
+    (dx,) = torch.autograd.grad(ops.linear(x, w).sum(), x, create_graph=True)
+    (dw,) = torch.autograd.grad(dx.square().sum(), w)
+    assert torch.allclose(dw, 2 * 1024 * w.sum(0).expand_as(w), rtol=1e-4)
+    of_func = torch.func.grad(lambda x: ops.linear(x, w).square().sum())(x)
+    assert torch.allclose(of_func, 2 * (x @ w.T) @ w, rtol=1e-4, atol=1e-2)
+    _, tangent = torch.func.jvp(lambda x: ops.linear(x, w), (x.detach(),), (x.detach(),))
+    assert torch.allclose(tangent, x @ w.T, rtol=1e-4, atol=1e-4)
+
+
+def test_products_refuse_forward_mode():
+    """As PyTorch's kernels do, instead of giving a tangent of 0."""
+    q = torch.randn(1, 1, 200, 4)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(lambda q: attention(q, q, q, 4, Mask(window=20)), (q,), (q,))
+
+
+@pytest.mark.parametrize("rows, dtype, autocast, taken", [
+    (2**17, torch.float32, False, True),
+    (2**17 - 1, torch.float32, False, False),
+    (2**17, torch.float64, False, False),
+    (2**17, torch.float32, True, False),
 ])  # fmt: skip
-def test_onednn_is_for_many_rows_in_float32(monkeypatch, shape, dtype, autocast, taken):
-    x = torch.randn(shape, dtype=dtype)
+def test_onednn_is_for_much_work_in_float32(monkeypatch, rows, dtype, autocast, taken):
+    x = torch.zeros(rows, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         monkeypatch.setattr(ops, "FAST_ONEDNN", True)
-        assert ops.takes_onednn(x, x) is taken
+        assert ops.takes_onednn(x, x[:8]) is taken
         monkeypatch.setattr(ops, "FAST_ONEDNN", False)
-        assert not ops.takes_onednn(x, x)
+        assert not ops.takes_onednn(x, x[:8])
 
 
 @pytest.mark.parametrize("maker, avx512, limits, fast", [
@@ -251,7 +273,8 @@ def test_onednn_is_faster_on_an_amd_with_avx512(monkeypatch, maker, avx512, limi
     for variable in limits:
         monkeypatch.setenv(variable, "AVX2")
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
-    monkeypatch.setattr(ops.Path, "read_text", lambda path: f"processor\t: 0\nvendor_id\t: {maker}\n")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(ops.Path, "read_text", lambda path, errors: f"processor\t: 0\nvendor_id\t: {maker}\n")
     assert ops.fast_onednn() is fast
 
 
