@@ -126,10 +126,14 @@ def draw_line(axes, cfg: PlotConfig, y: str, name: str, runs: list[Run], colour:
     if len(runs) > 1:
         parts.append(f"mean and range of {len(runs)} runs")
         axes.fill_between(x, ys.min(0), ys.max(0), color=colour, alpha=0.2)
-    label = textwrap.fill(printable(", ".join(filter(None, parts))), 80)
-    label = re.sub("^_", " _", label)  # matplotlib leaves a label with _ in front out of the legend
+    label = label_of(parts)
     style = "-o" if y in EVALUATED else "-"
     axes.plot(x, ys.mean(0), style, color=colour, label=label, markersize=4)
+
+
+def label_of(parts: list[str]) -> str:
+    """A label for the legend, in lines of 80 characters. matplotlib leaves out labels with _ in front."""
+    return re.sub("^_", " _", textwrap.fill(printable(", ".join(filter(None, parts))), 80))
 
 
 def require_matplotlib():

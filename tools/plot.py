@@ -7,13 +7,15 @@
     python -m tools.plot out/compare_1M out/compare_8M --x=flops            # and how losses fall with the cost
 
 The legend names the flags in which the runs differ. Runs that differ only in the seed are one line, their mean, and a
-band from the smallest to the largest value. Several comparisons are one line for each --run: it has the mean of the
-seeds' losses with its 95 % interval, and the legend the power of the cost that fits the means. The colours can be read
-on white and on black.
+band from the smallest to the largest value. Of several comparisons, the first runs are one line, the second runs
+another: the means over the seeds with their 95 % intervals. The legend has the power of the cost that fits the means.
+The colours can be read on white and on black.
 """
 
 import itertools
-from json import JSONDecodeError
+import math
+from contextlib import suppress
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
@@ -21,18 +23,20 @@ import numpy as np
 from configurator import parse_positional
 from data.errors import command, printable, reason, require, user_errors
 from data.files import read_json, user_path
+from tools import curves
 from tools.compare.table import mean_and_half
-from tools.curves import COLOURS, GREY, PlotConfig, draw, new_axes, read_run, require_matplotlib, save, show_legend
+from tools.curves import COLOURS, GREY, PlotConfig, new_axes
+
+
+def own_words(runs: list[dict]) -> list[list[str]]:
+    """The arguments of each run that not all of them have."""
+    common = set.intersection(*(set(run["arguments"]) for run in runs))
+    return [[word for word in run["arguments"] if word not in common] for run in runs]
 
 
 def names_of(runs: list[dict]) -> list[str]:
-    """The arguments of each run that not all of them have."""
-    common = set.intersection(*(set(run["arguments"]) for run in runs))
-    names = []
-    for number, run in enumerate(runs, 1):
-        words = " ".join(word for word in run["arguments"] if word not in common)
-        names.append(printable(words) or f"run {number}")
-    return names
+    """A name for each run: its own_words, or its number if it has none."""
+    return [printable(" ".join(words)) or f"run {number}" for number, words in enumerate(own_words(runs), 1)]
 
 
 def draw_intervals(folder: str, runs: list[dict]):
@@ -63,23 +67,43 @@ def draw_costs(cfg: PlotConfig, comparisons: list[list[dict]]):
     one for their second run, and so on."""
     from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
-    require(cfg.x in ("tokens", "flops"), f"x={cfg.x}: comparisons are drawn against tokens or flops; set --x=flops")
-    require(len(set(map(len, comparisons))) == 1, "the comparisons have unequal numbers of runs; draw them one by one")
     axes = new_axes(7.2, 4)
-    names = names_of(comparisons[0])
-    for name, runs, colour in zip(names, zip(*comparisons, strict=True), itertools.cycle(COLOURS)):
-        points = sorted(point(cfg, run) for run in runs if run["seeds"])
+    lines = zip(names_of_lines(comparisons), zip(*comparisons, strict=True), strict=True)
+    for (name, runs), colour in zip(lines, itertools.cycle(COLOURS)):
+        points = np.array(sorted(point(cfg, run) for run in runs if run["seeds"]))
         require(len(points) > 1, f"{name}: fewer than two comparisons have results; continue their tools.compare")
-        cost, mean, half = np.array(points).T
+        cost, mean, half = points.T
+        sound = np.isfinite(points).all() and points[:, :2].min() > 0 and cost[0] < cost[-1]
+        require(sound, f"{name}: no line goes through costs of {cost.tolist()} and losses of {mean.tolist()}")
         power = np.polyfit(np.log(cost), np.log(mean), 1)[0]
-        label = f"{name}, a power of {power:.3f}"
+        label = curves.label_of([name, f"a power of {power:.3f}"])
         axes.errorbar(cost, mean, yerr=half, color=colour, marker="o", markersize=4, capsize=3, label=label)
     axes.set(xscale="log", yscale="log", xlabel=cfg.x, ylabel="nats per token")
     for axis, shown in ((axes.xaxis, EngFormatter(sep=" ")), (axes.yaxis, StrMethodFormatter("{x:.4g}"))):
         axis.set_major_formatter(shown)
         axis.set_minor_formatter(shown)
-    show_legend(axes)
+    curves.show_legend(axes)
     return axes.figure
+
+
+def names_of_lines(comparisons: list[list[dict]]) -> list[str]:
+    """The name of the first, the second, ... run of all comparisons: the arguments that tell it from other runs in each
+    of them. ValueError if the runs of these places differ in more than numbers, such as rates and steps."""
+    require(len(set(map(len, comparisons))) == 1, "the comparisons have unequal numbers of runs; draw them one by one")
+    names = []
+    for number, words in enumerate(zip(*map(own_words, comparisons), strict=True), 1):
+        shared = [word for word in words[0] if all(word in other for other in words)]
+        names.append(" ".join(shared) or f"run {number}")
+        for word in itertools.chain(*words):
+            same = word in shared or is_number(word.partition("=")[2])
+            require(same, f"run {number} has {word} in one comparison, and not in another; draw them one by one")
+    return names
+
+
+def is_number(text: str) -> bool:
+    with suppress(ValueError):
+        return math.isfinite(float(text))
+    return False
 
 
 def point(cfg: PlotConfig, run: dict) -> tuple[float, float, float]:
@@ -88,14 +112,35 @@ def point(cfg: PlotConfig, run: dict) -> tuple[float, float, float]:
     cost = costs["tokens"]
     if cfg.x == "flops":
         cost *= costs["flops_per_token"]
-    return cost, *mean_and_half([result["loss"] for result in run["seeds"].values()])
+    mean, half = mean_and_half([result["loss"] for result in run["seeds"].values()])
+    return float(cost), float(mean), float(half)
+
+
+def read_comparison(cfg: PlotConfig, folder: str) -> list[dict]:
+    """The runs of a comparison. ValueError if one of them has no figures that can be drawn."""
+    file = user_path(folder) / "compare.json"
+    require(file.is_file(), f"{folder} has no compare.json; draw comparisons without other runs")
+    try:
+        runs = read_json(file)["runs"]
+        names_of(runs)
+        for run in runs:
+            if run["seeds"]:
+                point(cfg, run)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        fact = f"{folder}/compare.json is damaged ({reason(error)})"
+        raise ValueError(f"{fact}; delete it, and run its tools.compare again") from None
+    return runs
 
 
 def draw_comparisons(cfg: PlotConfig, folders: list[str]):
     """The picture of one comparison, or of several."""
-    comparisons = [read_json(user_path(folder) / "compare.json")["runs"] for folder in folders]
+    comparisons = [read_comparison(cfg, folder) for folder in folders]
     if len(folders) == 1:
+        require(replace(cfg, out="") == PlotConfig(), "a comparison is drawn without flags; leave out all but --out")
         return draw_intervals(folders[0], comparisons[0])
+    require(cfg.x in ("tokens", "flops"), f"x={cfg.x}: comparisons are drawn against tokens or flops; set --x=flops")
+    others = replace(cfg, out="", x="tokens")
+    require(others == PlotConfig(), "comparisons are drawn without y, smooth and ymax; leave them out")
     return draw_costs(cfg, comparisons)
 
 
@@ -103,20 +148,14 @@ def main(argv: list[str] | None = None):
     with user_errors():
         folders, cfg = parse_positional(PlotConfig, argv, __doc__)
         require(folders, "expected the folders of one or more runs, not nothing; --help says more")
-        require_matplotlib()
-        folders = list(dict.fromkeys(folders))
+        curves.require_matplotlib()
+        folders = list({user_path(folder): folder for folder in folders}.values())
         out = user_path(cfg.out or f"{folders[0]}/plot.png")
-        comparisons = [folder for folder in folders if (user_path(folder) / "compare.json").is_file()]
-        if comparisons:
-            require(folders == comparisons, f"{comparisons[0]} is a comparison of tools.compare; draw it without runs")
-            try:
-                figure = draw_comparisons(cfg, folders)
-            except (JSONDecodeError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-                fact = f"{', '.join(folders)}: a compare.json is damaged ({reason(error)})"
-                raise ValueError(f"{fact}; delete it, and run its tools.compare again") from None
+        if any((user_path(folder) / "compare.json").is_file() for folder in folders):
+            figure = draw_comparisons(cfg, folders)
         else:
-            figure = draw(cfg, [read_run(folder) for folder in folders])
-        save(figure, out)
+            figure = curves.draw(cfg, [curves.read_run(folder) for folder in folders])
+        curves.save(figure, out)
     print(printable(f"wrote {out}"))
 
 

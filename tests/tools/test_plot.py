@@ -43,7 +43,7 @@ def make(tmp_path):
 def picture(monkeypatch, tmp_path):
     """picture(*arguments) runs plot.py, which writes no file; returns its Figure."""
     figures = []
-    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(curves, "save", lambda figure, out: figures.append(figure))
 
     def call(*arguments: str):
         plot.main([f"--out={tmp_path}/plot.png", *arguments])
@@ -158,8 +158,8 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     runs = []
     for words, found in losses.items():
         seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(found, 1)}
-        runs.append({"arguments": ["--compile=True", words], "seeds": seeds})
-    runs.append({"arguments": ["--compile=True", "--block=c,c"], "seeds": {"3": {"loss": 2.0}}})
+        runs.append({"arguments": ["--compile=True", words], "costs": {"tokens": 9}, "seeds": seeds})
+    runs.append({**runs[0], "arguments": ["--compile=True", "--block=c,c"], "seeds": {"3": {"loss": 2.0}}})
     (tmp_path / "compare.json").write_text(json.dumps({"runs": runs}))
     (axes,) = picture(str(tmp_path)).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
@@ -171,24 +171,31 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     assert (low, high) == (pytest.approx(0.3 - 12.706 * 0.2), pytest.approx(0.3 + 12.706 * 0.2))
     (tmp_path / "compare.json").write_text(json.dumps({"runs": runs[2:]}))
     assert "has no two runs with results of one seed yet" in refused(plot.main, [tmp_path], capsys)
+    assert "a comparison is drawn without flags" in refused(plot.main, [tmp_path, "--y=val_loss"], capsys)
 
 
 def test_comparisons_against_their_cost(picture, tmp_path, capsys):
     """Two runs of three comparisons, whose losses are powers of the cost. One has no result of the second run."""
-    folders = []
-    for tokens in (10, 1000, 100):
+
+    def compare(name: str, tokens: float, *strings: str) -> str:
         runs = []
-        for words, power in (("--block=c,p", -0.1), ("--block=c+p", -0.2)):
-            losses = [2 * (5 * tokens) ** power + error for error in (-0.1, 0.1)]
+        for words, power in zip(strings, (-0.1, -0.2), strict=False):
+            losses = [2 * (5 * max(tokens, 1)) ** power + error for error in (-0.1, 0.1)]
             seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(losses, 1)}
             costs = {"tokens": tokens, "flops_per_token": 5.0}
-            runs.append({"arguments": ["--compile=True", words], "costs": costs, "seeds": seeds})
-        folders.append(tmp_path / str(tokens))
-        folders[-1].mkdir()
-        (folders[-1] / "compare.json").write_text(json.dumps({"runs": runs}))
-    runs[1]["seeds"] = {}
-    (folders[-1] / "compare.json").write_text(json.dumps({"runs": runs}))
-    figure = picture(*map(str, folders), "--x=flops")
+            runs.append({"arguments": ["--compile=True", *words.split()], "costs": costs, "seeds": seeds})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "compare.json").write_text(json.dumps({"runs": runs}))
+        return str(tmp_path / name)
+
+    both = "--block=c,p --muon_lr=0.01", "--block=c+p --muon_lr=0.02"
+    a = compare("a", 10, *both)
+    b = compare("b", 1000, "--block=c,p", "--block=c+p")
+    c = compare("c", 100, "--block=c,p --conv=0", "--block=c+p --lr=0.1")
+    runs = json.loads((tmp_path / "c/compare.json").read_text())
+    runs["runs"][1]["seeds"] = {}
+    (tmp_path / "c/compare.json").write_text(json.dumps(runs))
+    figure = picture(a, b, c, f"{a}/", "--x=flops")
     assert legend(figure) == ["--block=c,p, a power of -0.100", "--block=c+p, a power of -0.200"]
     one, two = (line for line in figure.axes[0].lines if line.get_linestyle() == "-")
     assert one.get_xdata().tolist() == [50, 500, 5000]
@@ -197,10 +204,18 @@ def test_comparisons_against_their_cost(picture, tmp_path, capsys):
     assert two.get_ydata().tolist() == pytest.approx([2 * cost**-0.2 for cost in (50, 5000)])
     low, high = figure.axes[0].collections[0].get_segments()[0][:, 1]
     assert (high - low) / 2 == pytest.approx(12.706 * 0.1)
+    turned = compare("turned", 100, "--block=c+p", "--block=c,p")
+    alone = compare("alone", 100, "--block=c,p")
+    none = compare("none", 0, *both)
     for arguments, words in (
-        ([*folders, "--x=steps"], "x=steps: comparisons are drawn against tokens or flops; set --x=flops"),
-        ([folders[0], tmp_path], "is a comparison of tools.compare; draw it without runs"),
-        ([folders[0], folders[2], "--x=flops"], "--block=c+p: fewer than two comparisons have results"),
+        ([a, b, "--x=steps"], "x=steps: comparisons are drawn against tokens or flops; set --x=flops"),
+        ([a, b, "--ymax=3"], "comparisons are drawn without y, smooth and ymax"),
+        ([a, tmp_path], "has no compare.json; draw comparisons without other runs"),
+        ([a, c], "--block=c+p: fewer than two comparisons have results"),
+        ([a, turned], "run 1 has --block=c,p in one comparison, and not in another"),
+        ([a, alone], "the comparisons have unequal numbers of runs"),
+        ([a, none], "no line goes through costs of [0.0, 10.0]"),
+        ([a, compare("again", 10, *both)], "no line goes through costs of [10.0, 10.0]"),
     ):
         assert words in refused(plot.main, arguments, capsys)
 
