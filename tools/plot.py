@@ -65,7 +65,7 @@ def draw_intervals(folder: str, runs: list[dict]):
 def draw_costs(cfg: PlotConfig, comparisons: list[list[dict]]):
     """A matplotlib Figure of how losses fall with the cost of a training: a line for the first run of all comparisons,
     one for their second run, and so on."""
-    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, StrMethodFormatter
 
     axes = new_axes(7.2, 4)
     lines = zip(names_of_lines(comparisons), zip(*comparisons, strict=True), strict=True)
@@ -79,9 +79,11 @@ def draw_costs(cfg: PlotConfig, comparisons: list[list[dict]]):
         label = curves.label_of([name, f"a power of {power:.3f}"])
         axes.errorbar(cost, mean, yerr=half, color=colour, marker="o", markersize=4, capsize=3, label=label)
     axes.set(xscale="log", yscale="log", xlabel=cfg.x, ylabel="nats per token")
-    for axis, shown in ((axes.xaxis, EngFormatter(sep=" ")), (axes.yaxis, StrMethodFormatter("{x:.4g}"))):
-        axis.set_major_formatter(shown)
-        axis.set_minor_formatter(shown)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
+    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:.4g}"))
     curves.show_legend(axes)
     return axes.figure
 
