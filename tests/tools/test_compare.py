@@ -272,7 +272,9 @@ def test_every_setting_of_a_sweep_is_matched(fake):
     comparison = compare.Comparison(parse(compare.CompareConfig, options), ["", "--batch_size=8"])
     comparison.match()
     assert [[run.cfg.max_iters for run in each] for each in comparison.candidates] == [[100, 100], [50, 50]]
-    assert "* Run 2, --match=tokens: --max_iters=50 --warmup_iters=1.\n" in comparison.write()
+    notes = comparison.write()
+    assert "* Run 2, --match=tokens: --max_iters=50 --warmup_iters=1.\n" in notes
+    assert "losses at seed 1" not in notes  # nothing is trained yet
 
 
 def test_the_edge_of_a_sweep_is_told(fake):

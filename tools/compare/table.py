@@ -65,6 +65,8 @@ def cells(run, first) -> list[str]:
 def sweep_notes(settings: list) -> list[str]:
     """What the sweep has found for one --run, which has a run.Run for each setting, and whether to extend it."""
     best = min(settings, key=lambda run: run.first_loss)
+    if math.isinf(best.first_loss):  # no result yet
+        return []
     losses = ", ".join(f"{run.setting} {run.first_loss:.4f}" for run in settings)
     notes = [f"Run {best.number}, losses at seed 1: {losses}."]
     with suppress(ValueError):  # the values are not numbers
