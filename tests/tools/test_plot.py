@@ -174,27 +174,35 @@ def test_intervals_of_a_comparison(picture, tmp_path, capsys):
     assert "a comparison is drawn without flags" in refused(plot.main, [tmp_path, "--y=val_loss"], capsys)
 
 
-def test_comparisons_against_their_cost(picture, tmp_path, capsys):
-    """Two runs of three comparisons, whose losses are powers of the cost. One has no result of the second run."""
+BOTH = "--block=c,p --muon_lr=0.01", "--block=c+p --muon_lr=0.02"
 
-    def compare(name: str, tokens: float, *strings: str) -> str:
-        runs = []
-        for words, power in zip(strings, (-0.1, -0.2), strict=False):
-            losses = [2 * (5 * max(tokens, 1)) ** power + error for error in (-0.1, 0.1)]
-            seeds = {str(seed): {"loss": loss} for seed, loss in enumerate(losses, 1)}
-            costs = {"tokens": tokens, "flops_per_token": 5.0}
-            runs.append({"arguments": ["--compile=True", *words.split()], "costs": costs, "seeds": seeds})
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "compare.json").write_text(json.dumps({"runs": runs}))
-        return str(tmp_path / name)
 
-    both = "--block=c,p --muon_lr=0.01", "--block=c+p --muon_lr=0.02"
-    a = compare("a", 10, *both)
-    b = compare("b", 1000, "--block=c,p", "--block=c+p")
-    c = compare("c", 100, "--block=c,p --conv=0", "--block=c+p --lr=0.1")
-    runs = json.loads((tmp_path / "c/compare.json").read_text())
-    runs["runs"][1]["seeds"] = {}
-    (tmp_path / "c/compare.json").write_text(json.dumps(runs))
+def compare(folder: Path, tokens: int, *strings: str) -> str:
+    """Writes a comparison of runs, whose losses with two seeds are 0.1 below and above a power of the cost."""
+    runs = []
+    for words, power in zip(strings, (-0.1, -0.2), strict=False):
+        loss = 2 * (5 * max(tokens, 1)) ** power
+        seeds = {"1": {"loss": loss - 0.1}, "2": {"loss": loss + 0.1}}
+        costs = {"tokens": tokens, "flops_per_token": 5.0}
+        runs.append({"arguments": ["--compile=True", *words.split()], "costs": costs, "seeds": seeds})
+    folder.mkdir()
+    (folder / "compare.json").write_text(json.dumps({"runs": runs}))
+    return str(folder)
+
+
+def forget(folder: str):
+    """Takes the results of the second run away."""
+    file = Path(folder, "compare.json")
+    comparison = json.loads(file.read_text())
+    comparison["runs"][1]["seeds"] = {}
+    file.write_text(json.dumps(comparison))
+
+
+def test_comparisons_against_their_cost(picture, tmp_path):
+    a = compare(tmp_path / "a", 10, *BOTH)
+    b = compare(tmp_path / "b", 1000, "--block=c,p", "--block=c+p")
+    c = compare(tmp_path / "c", 100, "--block=c,p --conv=0", "--block=c+p --lr=0.1")
+    forget(c)
     figure = picture(a, b, c, f"{a}/", "--x=flops")
     assert legend(figure) == ["--block=c,p, a power of -0.100", "--block=c+p, a power of -0.200"]
     one, two = (line for line in figure.axes[0].lines if line.get_linestyle() == "-")
@@ -204,20 +212,26 @@ def test_comparisons_against_their_cost(picture, tmp_path, capsys):
     assert two.get_ydata().tolist() == pytest.approx([2 * cost**-0.2 for cost in (50, 5000)])
     low, high = figure.axes[0].collections[0].get_segments()[0][:, 1]
     assert (high - low) / 2 == pytest.approx(12.706 * 0.1)
-    turned = compare("turned", 100, "--block=c+p", "--block=c,p")
-    alone = compare("alone", 100, "--block=c,p")
-    none = compare("none", 0, *both)
+
+
+def test_comparisons_that_have_no_line(tmp_path, capsys):
+    a = compare(tmp_path / "a", 10, *BOTH)
+    b = compare(tmp_path / "b", 1000, *BOTH)
+    forget(half := compare(tmp_path / "half", 100, *BOTH))
     for arguments, words in (
-        ([a, b, "--x=steps"], "x=steps: comparisons are drawn against tokens or flops; set --x=flops"),
-        ([a, b, "--ymax=3"], "comparisons are drawn without y, smooth and ymax"),
-        ([a, tmp_path], "has no compare.json; draw comparisons without other runs"),
-        ([a, c], "--block=c+p: fewer than two comparisons have results"),
-        ([a, turned], "run 1 has --block=c,p in one comparison, and not in another"),
-        ([a, alone], "the comparisons have unequal numbers of runs"),
-        ([a, none], "no line goes through costs of [0.0, 10.0]"),
-        ([a, compare("again", 10, *both)], "no line goes through costs of [10.0, 10.0]"),
+        ([b, "--x=steps"], "x=steps: comparisons are drawn against tokens or flops; set --x=flops"),
+        ([b, "--ymax=3"], "comparisons are drawn without y, smooth and ymax"),
+        ([tmp_path], "has no compare.json; draw comparisons without other runs"),
+        ([half], "--block=c+p --muon_lr=0.02: fewer than two comparisons have results"),
+        (
+            [compare(tmp_path / "turned", 100, *BOTH[::-1])],
+            "run 1 has --block=c,p in one comparison, and not in another",
+        ),
+        ([compare(tmp_path / "alone", 100, BOTH[0])], "the comparisons have unequal numbers of runs"),
+        ([compare(tmp_path / "free", 0, *BOTH)], "no line goes through costs of [0.0, 10.0]"),
+        ([compare(tmp_path / "again", 10, *BOTH)], "no line goes through costs of [10.0, 10.0]"),
     ):
-        assert words in refused(plot.main, arguments, capsys)
+        assert words in refused(plot.main, [a, *arguments], capsys)
 
 
 @pytest.mark.parametrize("name", ["$a$ and $b", "_hidden", "$\\\\frac{$", "\x1b[31mred\n"])
