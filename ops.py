@@ -48,10 +48,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")  # variables of torch's libraries
 
 
+def limited() -> bool:
+    """Whether a variable of LIMITS keeps the libraries from this CPU's instructions."""
+    return any(variable in os.environ for variable in LIMITS)
+
+
 def fast_bfloat16() -> bool:
-    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512, and no variable of LIMITS forbids
-    them. Others emulate bfloat16, which can take a hundred times as long as float32."""
-    if any(variable in os.environ for variable in LIMITS):
+    """Whether this CPU has instructions for products in bfloat16, of AMX or AVX-512, and is not `limited`. Others
+    emulate bfloat16, which can take a hundred times as long as float32."""
+    if limited():
         return False
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
@@ -61,8 +66,8 @@ FAST_BFLOAT16 = fast_bfloat16()  # asked once, because torch.compile cannot ask
 
 def fast_onednn() -> bool:
     """Whether oneDNN multiplies in float32 faster than MKL, PyTorch's library for it. It does on an AMD with AVX-512:
-    MKL takes AVX2 there, as on all CPUs that are not Intel's. No variable of LIMITS may be set."""
-    if not torch.cpu._is_avx512_supported() or any(variable in os.environ for variable in LIMITS):
+    MKL takes AVX2 there, as on all CPUs that are not Intel's. The CPU must not be `limited`."""
+    if limited() or not torch.cpu._is_avx512_supported():
         return False
     amd = False
     with suppress(OSError):  # without Linux there is no such file
@@ -145,8 +150,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def takes_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is faster for x W^T. It starts later than MKL, which a small product does not make up for."""
-    small = x.numel() * weight.size(0) < 2**23  # multiplications; a product of these takes about 50 microseconds
-    if not FAST_ONEDNN or small or device_of_kernels(x) != "cpu" or has_tangent(x, weight):
+    if not FAST_ONEDNN or device_of_kernels(x) != "cpu" or has_tangent(x, weight):
+        return False
+    if x.numel() * weight.size(0) < 2**23:  # multiplications
         return False
     return x.dtype == weight.dtype == matmul_dtype(x) == torch.float32
 
@@ -413,7 +419,7 @@ def attention(
     if kernel == "products" and not has_tangent(q, k, v):
         return product_attention(q * D**-0.5, k, v, mask, M)
     strips = strips or strip_attention
-    if kernel != "naive":
+    if kernel != "naive":  # also products with a tangent, which PyTorch's kernel refuses
         return strips(sdpa, q, k, v, tuple(mask), M, 128)
     naive = partial(naive_attention, D, softcap, dropout, phi)
     return strips(naive, q, k, v, tuple(mask), M, 256)
