@@ -36,13 +36,13 @@ from configurator import read_flags, resolve, say_left_out
 from data.dataset import DataSet
 from data.errors import command, data_errors_end_the_run, require, user_errors
 from data.files import writing
-from data.loader import Loader, count_windows
+from data.loader import Loader, windows_per_source
 from data.objective import Objective
 from engine import optim, settle
 from engine import resume as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
-from engine.device import make_deterministic, peak_flops, precision, resolve_device, torch_errors
+from engine.device import device_name, make_deterministic, peak_flops, precision, resolve_device, torch_errors
 from engine.evaluation import Evaluation
 from engine.help import dump
 from engine.metrics import Metrics, Silent, evaluation_text
@@ -127,7 +127,7 @@ class Run:
         self.cfg = cfg
         self.data = data
         streams = {split: data.split(split) for split in ("train", "val")}
-        count_windows(streams["val"], cfg.block_size)  # ValueError if there are none
+        windows_per_source(streams["val"], cfg.block_size)  # ValueError if there are none
         self.ranks, self.work = join_ranks(cfg, objective.lengths, earlier)
         ranks = self.ranks
         self.sharded, self.optimizer, self.scaler, state = build(cfg, ranks, data)
@@ -294,7 +294,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int], earlier: dict) -> tuple[Ra
     place = environment()
     memory.check_training(cfg, resolve_device(cfg.device, place.local_rank), place.size)
     ranks = settle.by_machine(cfg, earlier)
-    peak = peak_flops(ranks.device, ranks.dtype)
+    peak = peak_flops(device_name(ranks.device), ranks.dtype)
     return ranks, accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
 
 

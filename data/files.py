@@ -56,19 +56,12 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
-def open_small(path: Path, most: int) -> BinaryIO:
-    """Opens a regular file for reading. ValueError if it has more than `most` bytes."""
-    f = open(path, "rb", opener=open_regular)
-    size = os.fstat(f.fileno()).st_size
-    if size > most:
-        f.close()
-        raise ValueError(f"{display_path(path)} has {size:,} bytes, more than {most:,}; give a smaller file")
-    return f
-
-
 def read_file(path: Path, most: int) -> bytes:
     """The content of a regular file. ValueError if it has more than `most` bytes."""
-    with open_small(path, most) as f:
+    with open(path, "rb", opener=open_regular) as f:
+        size = os.fstat(f.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{display_path(path)} has {size:,} bytes, more than {most:,}; give a smaller file")
         return f.read()  # which asks for as much memory as the file has; read(most) asks for `most`
 
 

@@ -52,13 +52,8 @@ def permute(index: np.ndarray, n: int, key: np.ndarray | int) -> np.ndarray:
     return x.astype(np.int64)
 
 
-def count_windows(stream: TokenStream, block_size: int) -> int:
-    """The number of windows of `block_size` inputs in `stream`. ValueError if a source has none."""
-    return sum(windows_per_source(stream, block_size))
-
-
 def windows_per_source(stream: TokenStream, block_size: int) -> list[int]:
-    """The number of windows in each source. ValueError if a source has none."""
+    """The number of windows of `block_size` inputs in each source. ValueError if a source has none."""
     if stream.packs is not None:
         return [len(windows) for windows in stream.packs]
     for name, tokens, _ in stream.sources:
@@ -272,7 +267,7 @@ def eval_batches(
     shape and stride, so the last ones may hold rows of padding, whose targets are -1: add up losses and numbers of
     targets over all batches, then divide.
     """
-    n = count_windows(stream, objective.block_size)
+    n = sum(windows_per_source(stream, objective.block_size))
     if n_batches:
         # The windows of epoch -1, which training never reaches, so that the two orders differ.
         windows = order(np.arange(min(n, n_batches * batch_size)) - n, n, seed)

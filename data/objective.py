@@ -15,7 +15,6 @@ token is the count of end-of-text tokens up to and including it: end-of-text beg
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -238,23 +237,12 @@ OBJECTIVE = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}  # flag -> 
 PAIRS = {"causal": CausalPairs, "seq2seq": Seq2SeqPairs}  # the same of pairs
 
 
-class ObjectiveFlags(Protocol):
-    """The flags of a run on which its objective depends."""
-
-    objective: str
-    pairs: bool | str
-    block_size: int
-    doc_mask: bool
-    corrupt_ratio: float
-    span_length: float
-
-
-def objective_class(cfg: ObjectiveFlags) -> type[Objective]:
-    """The class of a run's objective. As long as cfg.pairs is auto, the data are no pairs."""
+def objective_class(cfg) -> type[Objective]:
+    """The class of the objective of a run with these flags. As long as cfg.pairs is auto, the data are no pairs."""
     return (PAIRS if cfg.pairs is True else OBJECTIVE)[cfg.objective]
 
 
-def objective_of(cfg: ObjectiveFlags, vocab_size: int, eot: int | None) -> Objective:
+def objective_of(cfg, vocab_size: int, eot: int | None) -> Objective:
     """The objective of a run, on data with so many ids and this end-of-text."""
     flags = cfg.block_size, cfg.doc_mask, cfg.corrupt_ratio, cfg.span_length
     return objective_class(cfg)(vocab_size, eot, *flags)

@@ -154,7 +154,10 @@ class Source:
 
     def _plain_texts(self, name: str, f) -> Iterator[str]:
         for offset, content in self._parts(f):
-            text = _decode(name, content, offset)
+            if len(content) > LARGEST and b"\0" not in content:
+                fact = f"{name}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
+                raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
+            text = decoded(name, content, offset)
             if self.val_fraction:
                 yield from cut_in_two(text, self.val_fraction)
             elif self.separator or self.documents != "file":
@@ -276,14 +279,6 @@ def _split(f, end: re.Pattern, last: bytes) -> Iterator[tuple[int, bytes]]:
         rest = rest[start:]
     if rest.strip():
         yield offset, rest
-
-
-def _decode(where: str, content: bytes, offset: int) -> str:
-    """The text of a document, which begins at this byte. ValueError if it is no text, or longer than LARGEST."""
-    if len(content) > LARGEST and b"\0" not in content:
-        fact = f"{where}: the document that begins at byte {offset} has more than {LARGEST // 10**6} MB"
-        raise ValueError(f"{fact}; cut the text, for example with --documents=paragraph or --documents=line")
-    return decoded(where, content, offset)
 
 
 def check_hub():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.dataset import DataSet, TokenStream
 from data.errors import data_errors_end_the_run, require
-from data.loader import count_windows, eval_batches
+from data.loader import eval_batches, windows_per_source
 from data.objective import Objective
 from data.pairs import documents
 from data.tokenizer import Tokenizer
@@ -72,7 +72,8 @@ class Evaluation:
     def losses(self, stop: StopSignal) -> tuple[Loss | None, Loss | None]:
         """The losses on train and val, over cfg.eval_iters batches of all ranks together; 0 means the whole validation
         set, and at most 100 batches of the training set. That on val is None if the ranks agree to stop meanwhile."""
-        val_batches = math.ceil(count_windows(self.streams["val"], self.cfg.block_size) / self.cfg.batch_size)
+        windows = sum(windows_per_source(self.streams["val"], self.cfg.block_size))
+        val_batches = math.ceil(windows / self.cfg.batch_size)
         self.sharded.model.eval()
         of_train = self.loss("train", self.cfg.eval_iters or min(val_batches, 100), stop)
         of_val = None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from data.errors import printable, reason, require, say, shortened, user_errors
-from data.files import open_small, read_file, write_file, writing
+from data.files import read_file, write_file, writing
 from engine.config import Config
 from engine.device import peak_memory_bytes
 
@@ -30,12 +30,11 @@ LARGEST_FILE = 2**32  # bytes of metrics.jsonl
 
 def read_metrics(path: Path) -> Iterator[dict]:
     """Yields the rows of a metrics.jsonl. Other lines are left out, such as one that a kill has left half written."""
-    with open_small(path, LARGEST_FILE) as file:
-        for line in file:
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    yield row
+    for line in read_file(path, LARGEST_FILE).splitlines():
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
 
 
 def truncate_metrics(path: Path, step: int):

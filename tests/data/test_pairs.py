@@ -16,7 +16,7 @@ import sample
 import train
 from data import corpus
 from data.dataset import open_data
-from data.loader import Loader, count_windows, eval_batches
+from data.loader import Loader, eval_batches, windows_per_source
 from data.numbers import prepare as numbers
 from data.objective import PAIRS
 from data.pairs import documents, encode
@@ -165,7 +165,7 @@ def test_an_epoch_has_every_pair_once_and_whole(tmp_path_factory, docs, more, sh
             groups.append([])
             room = [limit - a for a in size]
         groups[-1].append(i)
-    assert count_windows(stream, T) == len(groups)
+    assert sum(windows_per_source(stream, T)) == len(groups)
     ids = read_all(stream)
     marks = read_all(stream.mask)
     learnt = [token if mark & 1 else -1 for token, mark in zip(ids, marks, strict=True)]
