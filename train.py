@@ -42,7 +42,7 @@ from engine import optim, settle
 from engine import resume as run_state
 from engine.checkpoint.saver import Checkpoints
 from engine.config import Config
-from engine.device import device_name, make_deterministic, peak_flops, precision, resolve_device, torch_errors
+from engine.device import make_deterministic, peak_flops, precision, resolve_device, torch_errors
 from engine.evaluation import Evaluation
 from engine.help import dump
 from engine.metrics import Metrics, Silent, evaluation_text
@@ -294,7 +294,7 @@ def join_ranks(cfg: Config, lengths: tuple[int, int], earlier: dict) -> tuple[Ra
     place = environment()
     memory.check_training(cfg, resolve_device(cfg.device, place.local_rank), place.size)
     ranks = settle.by_machine(cfg, earlier)
-    peak = peak_flops(device_name(ranks.device), ranks.dtype)
+    peak = peak_flops(ranks.device, ranks.dtype)
     return ranks, accounting.Work(cfg, lengths, ranks.device.type, ranks.dtype, peak and peak * ranks.size)
 
 

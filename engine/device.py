@@ -135,9 +135,15 @@ GPU_PEAKS = {
 OTHER_CARD = {"mig", "laptop", "d", "ti", "super"}  # a name with such a word is another card, or a part of one
 
 
-def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """The dense matmul peak of the GPU of this name in FLOP/s, the denominator of MFU; None if it is unknown, as for a
-    CPU. float32 has the peak of TF32, even if TF32 is off."""
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The peak of a GPU in FLOP/s, the denominator of MFU; None if it is unknown, and for other devices."""
+    if device.type != "cuda":  # an AMD A10 is a CPU too
+        return None
+    return gpu_peak(torch.cuda.get_device_name(device), dtype)
+
+
+def gpu_peak(name: str, dtype: torch.dtype) -> float | None:
+    """The dense matmul peak of a GPU in FLOP/s, None if unknown. float32 has the peak of TF32, even if TF32 is off."""
     words = set(re.split(r"[\s-]+", name.lower()))
     for card, (half, tf32) in GPU_PEAKS.items():
         if words.issuperset(card.lower().split()) and not words & OTHER_CARD:

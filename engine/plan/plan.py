@@ -6,7 +6,7 @@ GB are 1e9 bytes, GiB are 2**30 bytes. The numbers below are assumptions, none o
 from typing import NamedTuple
 
 from engine.config import Config
-from engine.device import peak_flops
+from engine.device import gpu_peak
 from engine.parallel.ranks import check_layout, check_scaler
 from engine.plan.accounting import Work
 from engine.plan.estimate import Rank
@@ -41,7 +41,7 @@ class Plan(Rank):
         check_scaler(cfg, cfg.world_size, self.dtype)
         self.measure()
         self.gpu = GPU[cfg.gpu]
-        self.peak = peak_flops(cfg.gpu, self.dtype)
+        self.peak = gpu_peak(cfg.gpu, self.dtype)
         self.work = Work(self.cfg, self.lengths, "cuda", self.dtype, self.peak * cfg.world_size)
         self.tokens = cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size  # in a step
         self.sending = {kind: n / self.bandwidth(kind) for kind, n in self.traffic.items()}

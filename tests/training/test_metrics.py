@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import engine.evaluation
 import engine.metrics
 from engine.config import Config
-from engine.device import device_name, peak_flops, peak_memory_bytes
+from engine.device import gpu_peak, peak_flops, peak_memory_bytes
 from engine.metrics import Metrics, truncate_metrics
 from tests.helpers import losses
 from tests.helpers import metrics as lines
@@ -184,9 +184,9 @@ def test_what_is_to_be_typed_next_has_quotation_marks(tmp_path, capsys):
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
 ])  # fmt: skip
 def test_gpu_table(name, half, tf32):
-    assert peak_flops(name, torch.bfloat16) == half
-    assert peak_flops(name, torch.float32) == tf32
-    assert peak_flops(device_name(CPU), torch.float32) is None
+    assert peak_flops(CPU, torch.float32) is None
+    assert gpu_peak(name, torch.bfloat16) == half
+    assert gpu_peak(name, torch.float32) == tf32
 
 
 def pretend_wandb(monkeypatch, init):
